@@ -31,6 +31,7 @@ from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.hosts import MAX_WORKERS
+from kvstore_hvd.launch.state import EXIT_NOT_STARTED
 
 BEAT_S = 0.25
 #: Ends what a login shell prints before the first message of a daemon on another host.
@@ -362,7 +363,9 @@ def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:
     try:
         os.chdir(folder or os.curdir)
     except OSError as error:
-        sys.exit(f"{host} cannot use {folder} ({error.strerror}): start kvhvdrun in a folder that all hosts have")
+        fact = f"{host} cannot use {folder} ({error.strerror}): start kvhvdrun in a folder that all hosts have"
+        print(fact, file=sys.stderr)
+        sys.exit(EXIT_NOT_STARTED)  # with 1 it could be the remote shell that has not reached this host
     writer.write(GREETING)
     grace_s, variables = float(kill_grace_s), environment()
     run = lambda: Daemon(Channel(reader, TO_DAEMON, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731

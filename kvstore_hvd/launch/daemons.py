@@ -36,6 +36,9 @@ _CLOSED = "the other side closed the connection"
 _SHOWN_LINES, _SHOWN_BYTES = 3, 1 << 12  # the last ones of a remote shell
 _REMOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "remote.py")
 _Hear = Callable[[str, dict[str, Any]], None]
+_Lost = Callable[[str, str, bool], None]
+# Exit codes of a shell that has not reached its host: 255 of ssh; others have no code of their own for that.
+_UNREACHED = (1, 255)
 
 
 class _Daemon:
@@ -171,8 +174,9 @@ class Daemons:
             elif pid == (daemon.guard if daemon.shell else daemon.pid):
                 daemon.code, daemon.guard = code, -1
 
-    def act_on_time(self, lost: Callable[[str, str], None]) -> float:
-        """Send beats, and give up daemons: `lost` gets the host and fate of each. Returns when to be called again."""
+    def act_on_time(self, lost: _Lost) -> float:
+        """Send beats, and give up daemons. Returns when to be called again."""
+        # `lost` gets the host and fate of each, and whether a host that was not reached may be reached later.
         now = self._clock.now()
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
@@ -183,7 +187,9 @@ class Daemons:
                 continue
             _kill(daemon)
             self._remove(daemon)
-            lost(host, why + _last_lines(daemon))
+            is_unreached = bool(daemon.shell) and not daemon.has_come and daemon.fault == _CLOSED
+            may_come = is_unreached and daemon.code in (_UNREACHED[1:] if daemon.shell == "ssh" else _UNREACHED)
+            lost(host, why + _last_lines(daemon), may_come)
         heard = [daemon for daemon in self._running.values() if daemon.has_come and not daemon.fault]
         return min([self._beat_at, *(daemon.heard_at + daemon.lease_s + _LEASE_EXTRA_S for daemon in heard)])
 

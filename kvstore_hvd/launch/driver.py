@@ -42,6 +42,8 @@ from kvstore_hvd.launch.state import (
 # A daemon may take this much longer to end than its workers.
 _DAEMON_ENDS_S = 3.0
 _KILL_TAKES_S = 2.0
+# From the end of a shell that has not reached its host to the next try.
+_AGAIN_S = 1.0
 # How long whoever reads our output has at least, for the last words of workers that have taken all of their grace.
 _LAST_WORDS_S = 1.0
 # How long the event log may take to be written at the end.
@@ -92,7 +94,10 @@ class Driver:
         self._threads = 0  # of OpenMP, for each worker; 0: not settled yet
         self._discovery_fails_since = math.inf
         self._discovered = False
-        self._missing: dict[str, str] = {}  # hosts of a static job whose daemons did not come, and why
+        # Hosts of a static job whose daemons have not come, and why; when those are tried again that may come yet.
+        self._missing: dict[str, str] = {}
+        self._again: dict[str, float] = {}
+        self._missing_until = math.inf
         self._last_event = ""
         self._not_started: StartError | None = None
         self._asked: int | None = None  # the first signal that asked the job to end
@@ -200,8 +205,8 @@ class Driver:
             until = script.starts_at()
         # All hosts of a static job are there before its first worker starts.
         is_first = self._settings.is_static and not self._job.workers
-        if is_first and self._missing and not self._daemons.are_awaited():
-            self._refuse_hosts()
+        if is_first and self._missing:
+            until = self._await_hosts(now)
         elif not is_first or not self._daemons.are_awaited():
             self._job.tick(self._job_now)
         self._act()
@@ -240,17 +245,40 @@ class Driver:
         self._job.hosts(hosts, self._job_now)
         if self._settings.is_static and self._plan.shell:
             for host in dict.fromkeys(slot.host for slot in self._job.static_slots):
-                try:
-                    self._daemons.start(host)
-                except OSError as error:
-                    self._missing[host] = f"its daemon could not be started: {error}"
+                self._start_daemon(host)
+            self._missing_until = self._clock.now() + self._settings.start_timeout_s
 
-    def _on_lost_host(self, host: str, why: str) -> None:
+    def _start_daemon(self, host: str) -> None:
+        try:
+            self._daemons.start(host)
+        except OSError as error:
+            self._missing[host] = f"its daemon could not be started: {error}"
+            self._again.pop(host, None)
+
+    def _on_lost_host(self, host: str, why: str, may_come: bool) -> None:
         if host == HERE and self._plan.script is not None:
             self._plan.script.lost(f"was lost: {why}")
         if self._settings.is_static and not self._job.workers:
             self._missing[host] = why
+            if may_come and not self._again:
+                limit = f"{self._settings.start_timeout_s:g} s (--start-timeout)"
+                self._output.say(f"host {host} is not there yet, and is tried again for {limit}: {why}.")
+            self._again.pop(host, None)
+            if may_come:
+                self._again[host] = self._clock.now() + _AGAIN_S
+            return
         self._job.host_lost(host, why, self._job_now)
+
+    def _await_hosts(self, now: float) -> float:
+        """Try hosts again that may come yet, or end the job without them; returns when to do so again."""
+        is_hopeless = self._missing.keys() != self._again.keys()
+        if now >= self._missing_until or (is_hopeless and not self._daemons.are_awaited()):
+            self._refuse_hosts()
+            return math.inf
+        for host in [host for host, at in self._again.items() if now >= at and not is_hopeless]:
+            self._again[host] = math.inf
+            self._start_daemon(host)
+        return min([self._missing_until, *([] if is_hopeless else self._again.values())])
 
     def _refuse_hosts(self) -> None:
         """A static job does not begin without one of its hosts."""
@@ -258,6 +286,8 @@ class Driver:
         details = [f"{host}: {self._missing[host]}" for host in hosts]
         words = shell_command(self._plan.shell, hosts[0], [sys.executable, "--version"])
         fix = f"try {' '.join(words)}; Python and this package have the same path on every host."
+        if self._again:
+            fix += " --start-timeout (seconds) gives hosts more time to come up."
         fact = f"the job cannot start on {len(details)} of its hosts."
         self._not_started = StartError(message(fact, details=details, fix=fix))
         self._job.give_up("")
@@ -343,6 +373,9 @@ class Driver:
         if number < 0:
             assert self._plan.script is not None
             self._plan.script.heard(message)
+        elif kind == "up":
+            self._missing.pop(host, None)
+            self._again.pop(host, None)
         elif kind == "out":
             self._output.feed(number, message["fd"], message.get("raw", b""))
         elif kind == "say":

@@ -110,8 +110,8 @@ def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(ru
     """No worker is started anywhere."""
     job = run(f"{SHELL} -H localhost:1,refused:1,node1:1,babbling:1,bare:2,old:1,homeless:1", "say('begun')", code=126)
     assert job.out == ""
-    head, *hosts, fix = job.err.removeprefix("kvhvdrun: ").splitlines()
-    assert head == "the job cannot start on 5 of its hosts."
+    head, *hosts, fix = job.err.partition("kvhvdrun: the job ")[2].splitlines()
+    assert head == "cannot start on 5 of its hosts."
     told = {name: text for name, _, text in (line.strip().partition(": ") for line in hosts)}
     expected = {
         "refused": "its daemon did not come: 'remote_shell.py' exited with code 1. "
@@ -125,6 +125,29 @@ def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(ru
     assert [text for host, text in expected.items() if text not in told[host]] == []
     assert "says: no daemon at all" in told["babbling"]
     assert fix.startswith("  Fix: try ")
+
+
+def test_a_host_that_comes_late(start, tmp_path):
+    """As under Kubernetes, where names come late. Nothing is started before it is there."""
+    job = start(f"{SHELL} -H localhost:1,late:1,refused:1 -np 2", "say('begun')")
+    job.until_printed("host late is not there yet, and is tried again for 30 s (--start-timeout): ")
+    assert job.out == ""
+    (tmp_path / "late").touch()
+    err = job.end().err
+    assert job.out.count("begun") == 2
+    assert (err.count("\n"), "Could not resolve hostname late: Name or service not known." in err) == (1, True)
+
+
+def test_hosts_that_come_too_late(run):
+    """One of them hangs at the end: what the last shell that has ended said is told."""
+    err = run(f"{SHELL} -H silent:1,localhost:1,late:1,refused:1 --start-timeout 4", "say('begun')", code=126).err
+    assert err.count("is tried again for 4 s (--start-timeout)") == 1
+    head, *hosts, fix = err.partition("kvhvdrun: the job ")[2].splitlines()
+    assert head == "cannot start on 3 of its hosts."
+    assert "silent: its daemon did not come within 4 s" in hosts[0]
+    assert "exited with code 255. 'remote_shell.py' says: ssh: Could not resolve hostname late" in hosts[1]
+    assert "exited with code 1. 'remote_shell.py' says: ssh: connect to host refused" in hosts[2]
+    assert fix.endswith("--start-timeout (seconds) gives hosts more time to come up.")
 
 
 def test_a_host_that_says_nothing(run):

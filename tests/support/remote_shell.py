@@ -71,6 +71,9 @@ def main() -> None:
                     run(lines.readline().decode(), connection, connection)
     if host == "refused":
         sys.exit("ssh: connect to host refused port 22: Connection refused")
+    if host == "late" and not os.path.exists("late"):
+        sys.stderr.write("ssh: Could not resolve hostname late: Name or service not known\n")
+        sys.exit(255)
     if host == "silent":
         sys.stderr.write("Password: ")
         sys.stderr.flush()
