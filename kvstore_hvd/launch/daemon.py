@@ -83,6 +83,7 @@ class Daemon:
         self._window = WINDOW
         self._heard_at = self._clock.now()  # when the launcher said something last
         self._beat_at = 0.0
+        self._is_scarce = False  # a connection could not be accepted for want of descriptors, which has been said
         self._suspended = False  # the launcher has been stopped with its job, and cannot say anything
         self._why = ""  # we are ending, and this is the reason
         self._code = 0
@@ -281,7 +282,10 @@ class Daemon:
         except BlockingIOError:
             return
         except OSError as error:
-            self._tell("say", text=f"daemon: a connection could not be accepted, and has to wait: {error.strerror}")
+            if not self._is_scarce:
+                text = f"the daemon on {self._host} has to let a worker wait: {error.strerror}."
+                self._tell("say", text=f"{text}\n  Fix: see ulimit -n and ulimit -u there, and free memory.")
+            self._is_scarce = True
             time.sleep(_SCARCE_S)  # it would wake us for nothing, again and again
             return
         line, pid = Channel(accepted, OF_WORKER, _LONGEST_OF_WORKERS), peer_process(accepted)[0]

@@ -33,7 +33,7 @@ from kvstore_hvd import log, native
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
-from kvstore_hvd.world.meeting import MAC_BYTES, NONCE_BYTES, check_wanted, mac
+from kvstore_hvd.world.meeting import MAC_BYTES, NONCE_BYTES, accept, check_wanted, mac
 from kvstore_hvd.world.topology import World
 
 __all__ = ["connect_hosts", "end_links_at_exit", "own_addresses", "start_link"]
@@ -203,9 +203,11 @@ class _Meeting:
                 if deadline.left() <= 0:
                     raise self._missing()
                 calls.poll(1000 * deadline.wait_s(_POLL_S))
-                with contextlib.suppress(OSError):  # nobody calls, or nobody any more
-                    for _ in range(_MOST_STRANGERS):  # then the clock is looked at again
-                        self._take(self._listener.accept()[0])
+                for _ in range(_MOST_STRANGERS):  # then the clock is looked at again
+                    connection = accept(self._listener)
+                    if connection is None:
+                        break
+                    self._take(connection)
         except BaseException:
             with self._lock:
                 self._is_over = True  # who comes now is closed

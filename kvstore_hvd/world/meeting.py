@@ -16,6 +16,7 @@ import array
 import errno
 import hashlib
 import hmac
+import logging
 import os
 import secrets
 import selectors
@@ -32,7 +33,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.world.topology import Topology, World, watching_namespaces
 
-__all__ = ["MAC_BYTES", "NONCE_BYTES", "check_wanted", "mac", "share_segment", "socket_name"]
+__all__ = ["MAC_BYTES", "NONCE_BYTES", "accept", "check_wanted", "mac", "share_segment", "socket_name"]
 
 MAC_BYTES = NONCE_BYTES = 32
 
@@ -44,6 +45,7 @@ _MAX_STRANGERS = 256
 _CLIENT_EXTRA_S = 5.0
 # How often to look whether the others are still to be waited for.
 _LOOK_S = 0.02
+_SCARCE, _SCARCE_S = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM), 0.1
 _PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02)
 
 _HELLO = struct.Struct("!II")  # local rank, process id
@@ -92,6 +94,18 @@ def check_wanted(world: World) -> None:
     if why:
         fix = "kvstore_hvd.elastic.run meets the next world by itself; outside of it, start the job again."
         raise _error(world.topology, f"the workers need not meet any more: {why}", fix=fix)
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """A connection that has come, if there is one. Without free descriptors: None after a pause, said once."""
+    try:
+        return listener.accept()[0]
+    except OSError as error:
+        if error.errno in _SCARCE:
+            text = "a connection of another worker waits: %s. Fix: see ulimit -n and which files this process has open."
+            log.once("accept", logging.WARNING, text, error.strerror)
+            time.sleep(_SCARCE_S)  # the listener stays readable
+        return None
 
 
 def _error(topology: Topology, fact: str, details: tuple[str, ...] = (), fix: str = "") -> LaunchError:
@@ -177,10 +191,9 @@ class _Server:
                     self._receive(key.data)
 
     def _accept(self, listener: socket.socket) -> None:
-        try:
-            accepted, _ = listener.accept()
-        except OSError:
-            return  # gone again, or no descriptor free: the peer tries again
+        accepted = accept(listener)
+        if accepted is None:
+            return
         pid, uid = peer_process(accepted)
         if uid != os.geteuid():
             log.logger.info("rendezvous: refused process %d of user %d", pid, uid)

@@ -1,11 +1,16 @@
 """Fixtures of the unit tests."""
 
 import contextlib
+import errno
 import os
+import socket
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from kvstore_hvd import log
 from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import hooks, unsynchronised
 
@@ -54,6 +59,26 @@ def pair():
     yield world
     world.close()
     mx.nd.waitall()
+
+
+@pytest.fixture
+def scarce(monkeypatch, caplog):
+    """Listeners without descriptors for three connections; `check` that each was followed by a pause."""
+    pauses, sleep, missing = [], time.sleep, [errno.EMFILE, errno.ENFILE, errno.EMFILE]
+
+    class Listener(socket.socket):
+        def accept(self):
+            if missing:
+                raise OSError(error := missing.pop(), os.strerror(error))
+            return super().accept()
+
+    def check(logged=1):
+        assert (missing, pauses.count(0.1)) == ([], 3)
+        assert len([each for each in caplog.messages if "Too many open files. Fix: " in each]) == logged
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
+    monkeypatch.setattr(log, "_said", set())
+    return SimpleNamespace(socket=Listener, check=check)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvstore_hvd.launch.connections import Poller
+from kvstore_hvd.launch.daemon import Daemon
 from kvstore_hvd.launch.daemons import _Daemon, _fate
 from kvstore_hvd.launch.state import Slot, Slots
 
@@ -48,6 +49,17 @@ def test_the_loop_is_woken_to_write_only_while_there_is_something_to_write():
     heard.assert_called_once()
     for end in (ours, theirs):
         end.close()
+
+
+def test_a_daemon_without_descriptors_says_so_once(scarce):
+    launcher = Mock(fileno=lambda: 0)
+    daemon = Daemon(launcher, "node1", 1.0, 60.0, {})
+    with scarce.socket(socket.AF_UNIX) as daemon._listener:
+        for _ in range(3):
+            daemon._accept()
+    scarce.check(logged=0)
+    (said,) = (call[0][0] for call in launcher.send.call_args_list)
+    assert "the daemon on node1 has to let a worker wait: Too many open files.\n  Fix: " in said["text"]
 
 
 def slots(**hosts):

@@ -87,6 +87,14 @@ def test_every_two_hosts(listeners):
     check_connected(connect(listeners, worlds(listeners)))
 
 
+def test_a_leader_without_descriptors_waits_for_them(listeners, scarce):
+    full = scarce.socket(fileno=listeners[0].detach())
+    full.setblocking(False)
+    with full:
+        check_connected(connect([full, *listeners[1:]], worlds([full, *listeners[1:]])))
+    scarce.check()
+
+
 def test_attempts_of_another_meeting_do_not_meet(listeners):
     """One host is still at the meeting before, which the others have given up."""
     late, now = worlds(listeners, meeting=1), worlds(listeners, meeting=2)

@@ -79,6 +79,12 @@ def test_all_ranks_get_the_same_memory(pool, size):
     assert sorted(told) == sorted(f"of {rank} é" for rank in range(size)), "one is made, of what all tell"
 
 
+def test_a_leader_without_descriptors_waits_for_them(pool, monkeypatch, scarce):
+    monkeypatch.setattr(meeting, "_socket", lambda: scarce.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+    assert same_file(*(start(pool, world) for world in worlds(2)))
+    scarce.check()
+
+
 @pytest.mark.parametrize("present", [(0,), (1, 2)])
 def test_a_world_that_is_lost_is_waited_for_no_longer(pool, present):
     """Whoever waits, for the server or in it, goes at once, with the reason."""
