@@ -146,6 +146,15 @@ def _cores(text: str) -> tuple[int, ...]:
 _cores.expected = "numbers of cores with commas between them"  # type: ignore[attr-defined]
 
 
+def _placement(text: str) -> str:
+    for number in text.split("/" if "/" in text else ","):
+        _count(number)
+    return text
+
+
+_placement.expected = "2 (hosts), 2,1 (ranks of each) or 0/1/0 (host of each rank)"  # type: ignore[attr-defined]
+
+
 def _choice(*names: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text.lower() not in names:
@@ -447,7 +456,7 @@ class Config:
         _secret, b"", "KVHVD_SECRET", doc="Set by kvhvdrun: secret of the job, in hexadecimal.", hidden=True
     )
     test_hosts: str = _knob(
-        _text, "", "KVHVD_TEST_HOSTS", doc="For tests: splits the workers of one host into virtual hosts.", hidden=True
+        _placement, "", "KVHVD_TEST_HOSTS", doc="For tests: splits the workers of one host into virtual hosts."
     )
     generation: int = _knob(_count, 0, "KVHVD_GENERATION", doc="Set by kvhvdrun: number of the world, counted from 0.")
     worker: int | None = _knob(

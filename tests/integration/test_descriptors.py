@@ -47,6 +47,20 @@ def test_a_full_table_of_descriptors_kills_nobody(run):
     assert run("-np 3", LIMITED + program).out.count("through") == 3
 
 
+def test_more_descriptors_than_select_takes(run):
+    program = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.init()
+report(rank=rank, total=float(kvstore_hvd.allreduce(np.ones(1), 'x')[0]), highest=held[-1])
+"""
+    reports = run("-np 4", program, KVHVD_TEST_HOSTS="2").reports()
+    assert [(one["total"], one["highest"] > 1023) for one in reports] == [(4.0, True)] * 4
+
+
 @pytest.mark.parametrize(
     "options",
     ["-np 9", "--min-np 9 -H localhost:9", "--min-np 18 --host-discovery-script 'echo localhost:9 127.0.0.1:9'"],

@@ -67,6 +67,9 @@ def test_our_name_comes_before_horovods():
         ("KVHVD_NUMPY_SHIM", "maybe"),
         ("HOROVOD_THREAD_AFFINITY", "0,-1"),
         ("KVHVD_RANK", "-1"),
+        ("KVHVD_TEST_HOSTS", "x"),
+        ("KVHVD_TEST_HOSTS", "2,"),
+        ("KVHVD_TEST_HOSTS", "0/1,2"),
     ],
 )
 def test_a_value_that_is_not_allowed_raises(variable, text):

@@ -15,6 +15,7 @@ from kvstore_hvd.world.topology import Host, Topology
 
 config_module = importlib.import_module("kvstore_hvd.config")
 PREFIXES = ("KVHVD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
+SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 LAUNCHED = {"KVHVD_RANK": "1", "KVHVD_SIZE": "3", "KVHVD_JOB": "job", "KVHVD_SECRET": "5a" * 32}
 
 
@@ -62,6 +63,10 @@ def test_places_on_hosts_of_unequal_size():
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         {"PMI_SIZE": "1", "PMI_RANK": "0"},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
+        # srun -n1, with --mpi=pmix, pmi2 and none, in an allocation for more.
+        {**SRUN, "PMIX_RANK": "0", "PMIX_NAMESPACE": "slurm.pmix.7.0"},
+        {**SRUN, "PMI_RANK": "0", "PMI_SIZE": "1"},
+        SRUN,
     ],
 )
 def test_one_rank_needs_no_mpi(monkeypatch, environ):
