@@ -7,7 +7,9 @@ the launcher of another one may abort the process inside MPI_Init, or start as a
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
+import ctypes
 import functools
 import importlib.util
 import logging
@@ -43,6 +45,7 @@ _HERE, _ANSWER_S = 32_000, 2.0
 _POLL_S = 0.0005
 
 _ends_with_mpi = _was_lost = False
+_is_ours = False  # mpi4py.MPI was loaded here, and not by the program
 
 
 def initialised_mpi() -> Any | None:
@@ -238,7 +241,10 @@ def _start(launch: MPILaunch | None) -> Any:
         if mpi.Is_finalized():
             raise LaunchError(message("MPI was finalised before init().", fix="call init() before MPI.Finalize()."))
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-    _end_children_without_mpi()
+    if _is_ours:
+        _finalise_at_exit(mpi)
+    else:
+        _end_children_without_mpi()
     size = mpi.COMM_WORLD.size
     if launch is not None and launch.size is not None and launch.size > 1 and size == 1:
         raise _other_mpi(mpi, launch, f"MPI world size is 1, but the launcher asked for {launch.size}.")
@@ -246,8 +252,27 @@ def _start(launch: MPILaunch | None) -> Any:
 
 
 @functools.lru_cache(maxsize=1)
+def _finalise_at_exit(mpi: Any) -> None:
+    """Finalise MPI when this process ends; a forked child, which shares its connections, ends without that."""
+    owner, libc = os.getpid(), ctypes.CDLL(None)
+
+    def end() -> None:
+        if os.getpid() == owner and not mpi.Is_finalized():
+            with contextlib.suppress(mpi.Exception):  # of ranks that are lost
+                mpi.Finalize()
+
+    def in_child() -> None:
+        with contextlib.suppress(AttributeError):  # glibc has it
+            libc.on_exit(libc._exit, None)  # with the exit code, before the destructors of MPI's library
+
+    atexit.register(end)
+    os.register_at_fork(after_in_child=in_child)
+
+
+@functools.lru_cache(maxsize=1)
 def _end_children_without_mpi() -> None:
-    """Have forked children not end MPI, as mpi4py would: they share connections with their parents."""
+    """The same where the program has loaded mpi4py, which would finalise MPI in forked children, too."""
+    # Exit handlers are not told the exit code: `raise SystemExit(3)` of a child is not seen here.
     owner, leave, codes = os.getpid(), sys.exit, [0]
 
     def noting(status: Any = None, /) -> None:
@@ -256,7 +281,8 @@ def _end_children_without_mpi() -> None:
 
     def in_child() -> None:
         vars(sys).pop("last_value", None)  # of the parent
-        sys.exit = noting  # type: ignore[assignment]
+        for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            setattr(module, name, noting)
 
     # Handlers from before the first init() do not run in a child.
     def end() -> None:
@@ -272,7 +298,7 @@ def _end_children_without_mpi() -> None:
 
 
 def _load(launch: MPILaunch | None) -> Any:
-    """Import mpi4py.MPI without initialising MPI; it is finalised at exit as usual."""
+    """Import mpi4py.MPI without initialising MPI."""
     started = f"{_launcher(launch)} started this process ({launch.variable} is set)" if launch else "init(comm=...)"
     try:
         import mpi4py
@@ -283,8 +309,10 @@ def _load(launch: MPILaunch | None) -> Any:
                 fix=f"`{sys.executable} -m pip install mpi4py`, or start with `kvhvdrun`, which needs no MPI.",
             )
         ) from None
+    global _is_ours
+    _is_ours = _is_ours or "mpi4py.MPI" not in sys.modules
     before = mpi4py.rc.initialize, mpi4py.rc.finalize
-    mpi4py.rc.initialize, mpi4py.rc.finalize = False, True
+    mpi4py.rc.initialize, mpi4py.rc.finalize = False, False  # see `_finalise_at_exit`
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError, OSError) as error:
