@@ -27,8 +27,8 @@ _FIXES = {126: "chmod +x the script.", 127: "check the path of the script, as in
 def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
     """The hosts that a script has printed: ``host`` or ``host:slots`` in each line, ``#`` before comments."""
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
-    # A host without slots is there, but takes no worker.
-    return slots_of([line for line in lines if line and not line.endswith(":0")], default)
+    slots = slots_of(filter(None, lines), default, least=0)
+    return {host: count for host, count in slots.items() if count}  # a host with 0 slots takes no worker now
 
 
 class HostDiscoveryScript:

@@ -16,18 +16,18 @@ from kvstore_hvd.base.limits import limit_of, open_below
 from kvstore_hvd.errors import LaunchError, message
 
 # The words of a remote shell hold the name of a host: ssh takes a leading hyphen for an option.
-_NAME = r"[\w.][\w.-]*"
-_HOST = rf"(?:{_NAME}@)?{_NAME}|::1|\[[0-9a-f:.]*:[0-9a-f:.]*(?:%[\w.-]+)?\]"
+_NAME = r"\w[\w.-]*"
 _ENTRY = re.compile(
-    rf"(?P<host>{_HOST})(?:\s*:\s*(?P<n>-?\d{{1,9}})|\s+slots\s*=\s*(?P<slots>-?\d{{1,9}}))?(?:\s+max_slots\s*=\s*\d+)?",
+    rf"(?P<user>{_NAME}@)?(?:(?P<name>{_NAME}|::1)|\[(?P<address>[0-9a-f:.]+)(?P<zone>%[\w.-]+)?\])"
+    r"(?:\s*:\s*(?P<n>-?\d{1,9})|\s+slots\s*=\s*(?P<slots>-?\d{1,9}))?(?:\s+max_slots\s*=\s*\d+)?",
     re.ASCII | re.IGNORECASE,
 )
-# Slurm: ``a1,rack[1-2]node[01-16,20]``, and ``2(x3),1`` for the tasks of four hosts.
+# Slurm: ``a1,rack[1-2]node[01-16,20]``, with up to five brackets, and ``2(x3),1`` for the tasks of four hosts.
 _RANGE = r"\d{1,18}(?:-\d{1,18})?"
 _PART = rf"(?!-)(?:[\w.-]|\[{_RANGE}(?:,{_RANGE})*\])+"
 _NODES = re.compile(rf"{_PART}(?:,{_PART})*", re.ASCII)
 _TASKS = re.compile(r"\d{1,9}(?:\(x\d{1,9}\))?(?:,\d{1,9}(?:\(x\d{1,9}\))?)*", re.ASCII)
-_MOST_HOSTS = 1 << 16
+_MOST_HOSTS, _MOST_BRACKETS = 1 << 16, 5
 # Without an answer in this time, a name is none of this host.
 _LOOK_UP_S, _LOOK_UP_THREADS = 2.0, 32
 _DISCARD = 9  # a port
@@ -77,22 +77,32 @@ def hosts_of_file(path: str) -> list[str]:
     return entries
 
 
-def slots_of(entries: Iterable[str], default: int = 1) -> dict[str, int]:
+def slots_of(entries: Iterable[str], default: int = 1, least: int = 1) -> dict[str, int]:
     """The hosts of these entries, in their order, each with its number of slots; `default` where none is given."""
     slots: dict[str, int] = {}
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
-        if match is None:
-            fix = "for example -H localhost:4; letters, digits, '.', '_' and '-' make a name, which begins with no '-'."
+        if match is None or not _is_address(match["address"] or "::1"):
+            fix = "for example -H localhost:4, user@node1:4 or [fd00::1]:4; letters, digits, '.', '_' and '-' make a "
+            fix += "name, which begins with no '-' or '.'."
             raise LaunchError(message(f"'{entry}' is not HOST:N or 'HOST slots=N'.", fix=fix))
-        host, count = match["host"].strip("[]").lower(), int(match["n"] or match["slots"] or default)
-        if count < 1:
+        # Users and interfaces have names in which capitals count.
+        host = (match["user"] or "") + (match["name"] or match["address"]).lower() + (match["zone"] or "")
+        count = int(match["n"] or match["slots"] or default)
+        if count < least:
             fact = f"'{entry}': a host takes at least 1 worker."
             raise LaunchError(message(fact, fix="give it a slot, or omit the host."))
         if host in slots:
             raise LaunchError(message(f"the host '{host}' is named twice.", fix="add its slots up in one entry."))
         slots[host] = count
     return slots
+
+
+def _is_address(text: str) -> bool:
+    try:
+        return bool(socket.inet_pton(socket.AF_INET6, text))
+    except OSError:
+        return False
 
 
 def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
@@ -102,6 +112,8 @@ def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
         return None
     fix = "name the hosts: kvhvdrun -H node1:2,node2:2 ..."
     parts = re.findall(_PART, nodes, re.ASCII) if _NODES.fullmatch(nodes) else []
+    if any(part.count("[") > _MOST_BRACKETS for part in parts):
+        parts = []
     hosts = list(itertools.islice((host for part in parts for host in _each(part)), _MOST_HOSTS + 1))
     if len(hosts) > _MOST_HOSTS:
         raise LaunchError(message(f"SLURM_JOB_NODELIST={nodes} has more than {_MOST_HOSTS} hosts.", fix=fix))

@@ -23,6 +23,7 @@ def test_what_a_script_may_print():
         ("a:2\nb\n", {"a": 2, "b": 3}),
         ("a slots=4\n[::1]:2", {"a": 4, "::1": 2}),
         ("a:0\nb:1", {"b": 1}),
+        ("a: 0\nb slots=0\nc : 00\nd max_slots=0", {"d": 3}),
     ]:
         assert hosts_of_script(text, 3) == hosts
     for text, fact in [("a b", "'a b' is not HOST:N"), ("a:x", "is not HOST:N"), ("a\nA:2", "named twice")]:
