@@ -212,7 +212,7 @@ class Member:
     def _inspect(self, engine: native.Engine, topology: Topology) -> None:
         check_s, shutdown_s = config().stall_check_s, config().stall_shutdown_s
         if config().stall_check_disable or not check_s:
-            return
+            check_s = shutdown_s = 0.0
         inspector = StallInspector(engine, topology, check_s, shutdown_s, self._namespaces.describe)
         inspector.start()
         self._inspector = inspector

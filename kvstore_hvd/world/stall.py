@@ -2,7 +2,8 @@
 
 Every worker looks at its own world, about twice a second, on a thread of its own. One that waits (the lowest rank of
 those that wait for an operation) says for what and for whom; one that others wait for says so, with its Python stack.
-Nothing is exchanged for it: what a worker needs to know lies in the memory that they share.
+Nothing is exchanged for it: what a worker needs to know lies in the memory that they share. The same thread tells the
+engine where the program is, for the errors of deadlines, also where there are no reports.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _STOPPED = ("T", "t")
 
 
 class StallInspector:
-    """Reports the stalls of one world, again and again, and when they are over."""
+    """Reports the stalls of one world, again and again, and when they are over; with a `check_s` of 0, none."""
 
     def __init__(
         self,
@@ -93,15 +94,17 @@ class StallInspector:
         """Look once, and log what there is to report."""
         if self._engine.health() is not None:
             return False
-        self._look_at_waiting(now)
-        self._look_at_missed(now)
+        missed = self._engine.missed(_MISSED)
+        if self._check_s:
+            self._look_at_waiting(now)
+            self._look_at_missed(now, missed)
         # Only then may the line be asked for.
-        if self._missed_since or self._engine.waiting(_SOON_S):
+        if missed or self._engine.waiting(_SOON_S):
             self._engine.tell_line(program_line())
         return True
 
     def _run(self) -> None:
-        tick_s = min(LOOK_S, self._check_s / _LOOKS)
+        tick_s = min(LOOK_S, self._check_s / _LOOKS) if self._check_s else LOOK_S
         clock = RunningClock()
         while not self._ended.wait(tick_s):
             try:
@@ -202,8 +205,7 @@ class StallInspector:
 
     # -- What others wait for -----------------------------------------------------------------------------------------
 
-    def _look_at_missed(self, now: float) -> None:
-        missed = self._engine.missed(_MISSED)
+    def _look_at_missed(self, now: float, missed: Sequence[Missed] | None) -> None:
         if missed is None:
             return
         self._missed_since = {one: self._missed_since.get(one, now) for one in missed}

@@ -184,6 +184,13 @@ def test_the_shutdown_time_fails_the_world_with_the_same_text(stage):
     assert not here.inspector.look(31), "a lost world needs no more reports"
 
 
+def test_without_reports_the_line_is_told_all_the_same(stage):
+    here = stage(1, check_s=0.0)
+    here.world.answer, here.world.late_for = [waiting(0, 1000, late=(0,))], [Missed("s0/1", 7)]
+    assert not any(here.look(now) for now in range(0, 1000, 50))
+    assert here.world.line.endswith(" in look")
+
+
 def test_a_late_rank_names_what_it_missed_and_where_it_is(stage):
     here = stage(1)
     reported = []
