@@ -235,8 +235,8 @@ class Engine:
     def counts(self) -> tuple[int, int]:
         """How many requests of this worker are over, and how many are pending."""
 
-    def tell_line(self, line: str) -> None:
-        """Where the program of this process is, for the errors of all workers."""
+    def tell_line(self, line: str, callers: list[int]) -> None:
+        """Where the program of this process is, for the errors of all workers, and its threads in calls of MXNet."""
 
     def health(self) -> KVHvdError | None:
         """The latched failure of the world, or None."""

@@ -472,7 +472,11 @@ void bind_engine(py::module_& module) {
       .def("process", &process, py::arg("rank"))
       .def("counts", &Engine::counts)
       .def(
-          "tell_line", [](Engine& engine, const py::str& line) { engine.tell_line(text_of(line)); }, py::arg("line"))
+          "tell_line",
+          [](Engine& engine, const py::str& line, const std::vector<pid_t>& callers) {
+            engine.tell_line(text_of(line), callers);
+          },
+          py::arg("line"), py::arg("callers"))
       .def(
           "shutdown",
           [](Engine& engine, const py::str& reason) {

@@ -176,6 +176,7 @@ void Engine::Inner::submit(const std::shared_ptr<Work>& work, bool caller_waits)
 
 bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
   if (work.done()) return true;
+  work.is_waited_for.store(true, std::memory_order_relaxed);
   const Visit in(*this);
   return !in || in->progress.wait(work, limit, in->callers_policy);
 }
@@ -196,7 +197,12 @@ bool Engine::wait_briefly(Work& work) {
 
 bool Engine::wait_for_all(std::chrono::nanoseconds limit) {
   const Visit in(*this);
-  return !in || in->progress.progress_until([&in] { return in->progress.is_idle(); }, limit, in->policy);
+  if (!in) return true;
+  {
+    const Lock lock = in->locked();
+    in->pending.wait_for_all();
+  }
+  return in->progress.progress_until([&in] { return in->progress.is_idle(); }, limit, in->policy);
 }
 
 bool Engine::is_met(const Work& work) const {
@@ -305,8 +311,8 @@ std::pair<std::uint64_t, std::size_t> Engine::counts() const {
   return {in->pending.settled(), in->pending.count()};
 }
 
-void Engine::tell_line(std::string line) {
-  if (const Visit in(*this); in) in->options.activity->set_line(std::move(line));
+void Engine::tell_line(std::string line, const std::vector<pid_t>& callers) {
+  if (const Visit in(*this); in) in->options.activity->set_line(std::move(line), callers);
 }
 
 // ---- Leaving ----

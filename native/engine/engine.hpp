@@ -130,8 +130,8 @@ class Engine {
   // How many requests of this rank are over, and how many are not. Without a lock.
   std::pair<std::uint64_t, std::size_t> counts() const;
 
-  // Where the program of this process is, for the errors of all ranks.
-  void tell_line(std::string line);
+  // Where the program of this process is, for the errors of all ranks, and which threads are in calls of MXNet.
+  void tell_line(std::string line, const std::vector<pid_t>& callers);
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and

@@ -6,8 +6,12 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
+#include <vector>
+
+#include "base/process.hpp"
 
 namespace kvstore_hvd {
 
@@ -19,10 +23,28 @@ class Activity {
     std::string operation;
   };
 
-  // Where the program is.
-  void set_line(std::string line) {
+  using Clock = std::chrono::steady_clock;
+
+  // Where the program is, and which threads are in calls of MXNet. To be told again and again.
+  void set_line(std::string line, const std::vector<pid_t>& callers) {
+    const auto now = Clock::now();
+    std::map<pid_t, Caller> all;
     const std::lock_guard<std::mutex> lock(mutex_);
     line_ = std::move(line);
+    for (const pid_t thread : callers) {
+      const std::int64_t used_ns = cpu_time_ns(thread);
+      const auto before = callers_.find(thread);
+      const bool sleeps = before != callers_.end() && used_ns - before->second.used_ns < kAwakeNs;
+      all[thread] = {used_ns, sleeps ? before->second.since : now};
+    }
+    callers_ = std::move(all);
+  }
+  // Since when a thread has slept in a call of MXNet, which it does while it waits for an array; nothing: none does.
+  std::optional<Clock::time_point> asleep_since() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::optional<Clock::time_point> first;
+    for (const auto& [thread, caller] : callers_) first = std::min(first.value_or(caller.since), caller.since);
+    return first;
   }
   std::string line() {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -44,8 +66,16 @@ class Activity {
   }
 
  private:
+  // What a thread needs at least to come back from one call and begin another; a signal costs less.
+  static constexpr std::int64_t kAwakeNs = 20'000;
+  struct Caller {
+    std::int64_t used_ns = 0;
+    Clock::time_point since;  // it has slept, so far
+  };
+
   std::mutex mutex_;
   std::string line_;
+  std::map<pid_t, Caller> callers_;
   std::map<const void*, Wait> waits_;
 };
 

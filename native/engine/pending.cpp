@@ -234,19 +234,29 @@ void Pending::check_left(std::uint32_t slot, const Request& request) {
   }
 }
 
-std::chrono::nanoseconds Pending::waited(const Work& work, Clock::time_point now) const {
-  return now - work.since - standstills_.between(work.since, now);
+std::chrono::nanoseconds Pending::waited(Clock::time_point since, Clock::time_point now) const {
+  return now - since - standstills_.between(since, now);
+}
+
+void Pending::wait_for_all() {
+  for (const auto& [text, name] : names_) {
+    for (const auto& work : name.queue) work->is_waited_for.store(true, std::memory_order_relaxed);
+  }
 }
 
 Pending::Overdue Pending::overdue(const EngineOptions& options, const std::function<bool(std::uint32_t)>& held) {
   const auto now = Clock::now();
   const auto most = std::min(static_cast<std::uint32_t>(world_.size_of_all), kMostWaits);
+  const auto asleep_since = options.activity->asleep_since();
+  const bool sleeps = asleep_since && waited(*asleep_since, now) >= options.timeout;
+  const auto is_waited_for = [](const auto& work) { return work->is_waited_for.load(std::memory_order_relaxed); };
   Overdue found;
   const Name* without_slot = nullptr;
+  bool has_slots = false;
   for (auto& [text, name] : names_) {
     if (name.queue.empty()) continue;
     const Work& work = *name.queue.front();
-    const auto waited_for = waited(work, now);
+    const auto waited_for = waited(work.since, now);
     if (waited_for < options.timeout) continue;
     if (!is_announced(name)) {
       without_slot = &name;
@@ -255,20 +265,23 @@ Pending::Overdue Pending::overdue(const EngineOptions& options, const std::funct
     // A device has the same time from when it began, and then says whose device it waits for.
     const auto limit = held(name.slot.slot) ? 2 * options.timeout : options.timeout;
     if (waited_for < limit) continue;
+    has_slots = true;
     const Blamed blamed = blamed_for(name.slot.slot);
-    const std::uint32_t chain = 1 + chain_of(blamed.ranks);
-    if (chain > found.wait.ranks) found.wait = {std::min(chain, most), describe_operation(work.request())};
+    // A program that has submitted an operation may compute before it waits for it.
+    const bool waits = sleeps || is_patient(text) || std::any_of(name.queue.begin(), name.queue.end(), is_waited_for);
+    const std::uint32_t chain = chain_of(blamed.ranks) + (waits ? 1 : 0);
+    if (waits && chain > found.wait.ranks) found.wait = {std::min(chain, most), describe_operation(work.request())};
     if (is_patient(text)) continue;
     // A rank inside a collective computes nothing of the program.
     const bool may_compute = chain < most && !blamed.announced_by_all;
     const bool may_be_told = !blamed.ranks.empty() || waited_for < limit + kUntilTold;
     if (options.waits_for_busy && may_compute && may_be_told) continue;
-    found.fact = describe_timeout(name, limit, blamed, options.activity->line());
+    found.fact = describe_timeout(name, limit, blamed, waits, options.activity->line());
     return found;
   }
   // Slots come free when the operations of this rank end that have one.
-  if (without_slot != nullptr && found.wait.ranks == 0) {
-    found.fact = describe_timeout(*without_slot, options.timeout, {}, {});
+  if (without_slot != nullptr && !has_slots) {
+    found.fact = describe_timeout(*without_slot, options.timeout, {}, true, {});
   }
   return found;
 }
@@ -301,7 +314,7 @@ void Pending::start_timeline(std::size_t capacity) {
 }
 
 std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds timeout, const Blamed& blamed,
-                                      const std::string& line) {
+                                      bool is_waited_for, const std::string& line) {
   const std::string operation = describe_operation(name.queue.front()->request());
   std::string text = rank_name(world_, rank_) + " waited " + seconds(timeout) + " in " + operation + " for ";
   if (!is_announced(name)) return text + "one of " + std::to_string(kSlots) + " tensors in flight to complete";
@@ -315,7 +328,12 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
   const auto tell = [this, &text](int rank, const std::string& what) {
     text += ".\n  rank " + std::to_string(world_.rank_of_all(rank)) + " " + what;
   };
-  tell(world_.rank(rank_).rank_of_world, "waits in " + operation + (line.empty() ? "" : ", at " + line));
+  const std::string at = line.empty() ? "" : "at " + line;
+  if (is_waited_for) {
+    tell(world_.rank(rank_).rank_of_world, "waits in " + operation + (at.empty() ? "" : ", " + at));
+  } else if (!at.empty()) {
+    tell(world_.rank(rank_).rank_of_world, "is " + at);
+  }
   constexpr std::size_t kShown = 3;
   for (std::size_t i = 0; i < std::min(blamed.ranks.size(), kShown); ++i) {
     const int rank = blamed.ranks[i];
@@ -366,7 +384,7 @@ std::vector<Waiting> Pending::waiting(std::chrono::nanoseconds age) {
   for (const auto& [text, name] : names_) {
     if (!is_announced(name)) continue;
     const Work& work = *name.queue.front();
-    const auto waited_for = waited(work, now);
+    const auto waited_for = waited(work.since, now);
     if (waited_for < age) continue;
     all.push_back(
         Waiting{text, describe_operation(work.request()), work.since, waited_for, blamed_for(name.slot.slot)});

@@ -97,6 +97,9 @@ class Pending {
   // Raises the alarm when a rank that has left will never announce what this rank waits for.
   void check_left();
 
+  // Marks all requests as waited for.
+  void wait_for_all();
+
   // What has waited for longer than the timeout, in which this process has run; twice as long where a device has it:
   // `held` tells that of the operation in flight on a slot. `fact`: what to fail the world with, empty: nothing.
   struct Overdue {
@@ -130,7 +133,8 @@ class Pending {
   };
 
   Ready start(Name& name, bool watched = false);
-  std::chrono::nanoseconds waited(const Work& work, std::chrono::steady_clock::time_point now) const;
+  std::chrono::nanoseconds waited(std::chrono::steady_clock::time_point since,
+                                  std::chrono::steady_clock::time_point now) const;
   // What became ready is for the thread that makes progress.
   void tell_progress(const Name& name, Ready ready);
   std::optional<Ready> announce(Name& name, bool watched = false);
@@ -140,7 +144,7 @@ class Pending {
   void add_late_elsewhere(std::uint32_t slot, std::vector<int>& late) const;
   std::uint32_t chain_of(const std::vector<int>& ranks) const;
   std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout, const Blamed& blamed,
-                               const std::string& line);
+                               bool is_waited_for, const std::string& line);
 
   World& world_;
   Alarm& alarm_;

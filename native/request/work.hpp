@@ -36,11 +36,15 @@ class Work {
   void renew() {
     status_ = Status();
     done_.store(false, std::memory_order_relaxed);  // Relaxed: seen by the thread that submits it only, as yet.
+    is_waited_for.store(false, std::memory_order_relaxed);
     watched_slot = kNoSlot;
     scheduled = {};
     algorithm = Algorithm::kInline;
     on_link = {};
   }
+
+  // Whether a thread sleeps until it is done. Relaxed: looked at again and again.
+  std::atomic<bool> is_waited_for{false};
 
   // The engine's.
   std::chrono::steady_clock::time_point submitted;

@@ -129,14 +129,22 @@ def pair_up():
 def compute():
     wait_for('go')
     pair_up()
+def compute_with_a_sum_under_way():
+    total = hvd.allreduce(mx.nd.ones(3), name='late')
+    while not os.path.exists('go'): (2 * mx.nd.ones(3)).asnumpy()
+    pair_up()
+    kvstore_hvd.allreduce(np.ones(3), 'x')
+    assert total.asnumpy()[0] == 1
+    sys.exit()
 def stop():
     say(f'stopping {os.getpid()}\\n'); os.kill(os.getpid(), signal.SIGSTOP)
 def wait_in_y():
     kvstore_hvd.allreduce(np.ones(3), 'y')
 try:
     if rank == last: HOW()
-    if rank == 1 and HOW is compute: pair_up()
+    if rank == 1 and HOW in (compute, compute_with_a_sum_under_way): pair_up()
     kvstore_hvd.allreduce(np.ones(3), 'x')
+    if HOW is compute_with_a_sum_under_way: hvd.allreduce(mx.nd.ones(3), name='late').asnumpy()
 except kvstore_hvd.HorovodInternalError as error:
     say(f'caught: {type(error).__name__}: {error}\\n', sys.stderr)
     sys.exit(7)
@@ -146,11 +154,12 @@ OFTEN = {"KVHVD_STALL_CHECK_TIME_S": "1"}
 
 
 @pytest.mark.parametrize(("workers", "hosts"), PLACES)
-def test_a_rank_that_computes_is_waited_for_beyond_the_deadline(start, workers, hosts):
+@pytest.mark.parametrize("how", ["compute", "compute_with_a_sum_under_way"])
+def test_a_rank_that_computes_is_waited_for_beyond_the_deadline(start, workers, hosts, how):
     """By those that wait for it in a process set, and by those that wait for these; a report shows its line."""
-    job = start(workers, DEADLINE.replace("HOW", "compute"), **OFTEN, **hosts)
+    job = start(workers, DEADLINE.replace("HOW", how), **OFTEN, **hosts)
     job.until(lambda: re.search(r"rank 0 has waited ([6-9]|\d\d) s", job.of(0)), "three times the deadline")
-    assert "in compute\n" in job.err
+    assert f"in {how}\n" in job.err
     (job.folder / "go").touch()
     job.end()
 

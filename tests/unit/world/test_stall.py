@@ -37,7 +37,7 @@ class World(FakeConnection):
         """As set."""
         return self.late_for if self.late_for is None else self.late_for[:most]
 
-    def tell_line(self, line):
+    def tell_line(self, line, callers):
         """Where this test is."""
         self.line = line
 
