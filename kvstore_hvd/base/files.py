@@ -38,6 +38,12 @@ def open_alone(path: str) -> FileIO:
     raise _busy(path)
 
 
+def keep_mode(file: int, path: str) -> None:
+    """Give a file that will take the place of `path` the mode of what is there."""
+    with contextlib.suppress(FileNotFoundError):
+        os.fchmod(file, stat.S_IMODE(os.stat(path).st_mode))
+
+
 def _remove(path: str) -> None:
     """Remove what a killed process has left; raises BlockingIOError if its process runs."""
     with contextlib.suppress(FileNotFoundError):

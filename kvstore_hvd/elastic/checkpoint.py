@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.base.files import open_alone
+from kvstore_hvd.base.files import keep_mode, open_alone
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
 
@@ -55,6 +55,7 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
         raise InvalidRequestError(message(fact, operation="save", fix=fix)) from None
     with io.BufferedWriter(new) as file:
         try:
+            keep_mode(file.fileno(), path)
             file.write(b"%s %s %d\n" % (_FORMAT, digest.hexdigest().encode(), len(parts) - 1))
             for part in parts:
                 file.write(part)

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
+from kvstore_hvd.base.files import keep_mode
 from kvstore_hvd.native.records import TimelineEvent
 from kvstore_hvd.recording.parts import Header, read_header, read_lines
 
@@ -46,6 +47,7 @@ def write_trace(target: str, parts: Sequence[str]) -> Summary:
     temporary = f"{target}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:
+            keep_mode(file.fileno(), target)
             trace.write(file, headers)
         os.replace(temporary, target)
     except BaseException:

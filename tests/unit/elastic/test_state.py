@@ -145,6 +145,16 @@ def test_a_checkpoint_is_a_new_file(tmp_path, kind):
     assert kept(tmp_path) == 6
 
 
+def test_a_checkpoint_keeps_its_mode(tmp_path):
+    where = tmp_path / "kept"
+    state(step=6).save(where)
+    (tmp_path / "new").touch()
+    assert where.stat().st_mode == (tmp_path / "new").stat().st_mode
+    where.chmod(0o640)
+    state(step=7).save(where)
+    assert (kept(tmp_path), where.stat().st_mode & 0o777) == (7, 0o640)
+
+
 def test_a_save_that_fails_keeps_the_last_one():
     """A value that cannot be copied is named; an array whose computation failed is not saved, either."""
     mx = pytest.importorskip("mxnet")
