@@ -9,7 +9,7 @@ from typing import Any, Callable
 _Take = Callable[[Any], Any]  # returns the value of a field; raises ValueError if that cannot be
 Kinds = Mapping[str, Mapping[str, _Take]]
 
-_MOST_ITEMS = 1 << 16  # of a list
+_MOST_ITEMS = 1 << 20  # of a list; Linux starts no command of so many words
 _ADDRESS = re.compile(r"\d{1,3}(\.\d{1,3}){3}:\d{1,5}", re.ASCII)
 
 

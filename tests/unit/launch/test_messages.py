@@ -209,3 +209,9 @@ def test_messages_to_daemons_and_workers():
                 (received,) = channel.receive()
                 assert take(received, TO_DAEMON) == received
     assert take({"t": "say", "text": "a\ud800\udce9"}, OF_DAEMON)["text"] == "a\\ud800\\udce9"
+
+
+def test_a_command_has_as_many_words_as_linux_takes():
+    """A word needs 10 of 6 MiB, which the system has for them at most."""
+    start = {"t": "start", "worker": 0, **START, "command": 629145 * ["x"]}
+    assert take(start, TO_DAEMON) == start
