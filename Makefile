@@ -144,9 +144,11 @@ define native
 	$(BIN)/ctest --test-dir build/$(1) $(5) --parallel $(JOBS) --output-on-failure --no-tests=error --timeout 600
 endef
 
+objects = -DKVHVD_OBJECTS=$(firstword $(abspath $(wildcard build/temp.*-$(PYVER) build/temp.*-cpython-$(subst .,,$(PYVER)))))
+
 # NATIVE=-DKVHVD_ALL=ON: also over several hosts, and mutations of the kernels for GPUs.
 native-test: dev $(VENV)/.native
-	$(call native,native,none,-DKVHVD_OBJECTS=$(firstword $(abspath $(wildcard build/temp.*-$(PYVER) build/temp.*-cpython-$(subst .,,$(PYVER))))) $(NATIVE))
+	$(call native,native,none,$(objects) $(NATIVE))
 
 tsan: $(VENV)/.native
 	$(call native,native-tsan,thread,$(NATIVE))
@@ -157,8 +159,8 @@ tsan-quick: $(VENV)/.native
 
 # Of records that other hosts send: random ones for KVHVD_TEST_RECORDS_S seconds.
 asan-quick: export KVHVD_TEST_RECORDS_S ?= 20
-asan-quick: $(VENV)/.native
-	$(call native,native-asan,address$(comma)undefined,,--target test_records,-R '^test_records$$')
+asan-quick: dev $(VENV)/.native
+	$(call native,native-asan-quick,address$(comma)undefined,$(objects),--target test_records,-R '^test_records$$')
 
 asan: $(VENV)/.native
 	$(call native,native-asan,address$(comma)undefined,$(NATIVE))

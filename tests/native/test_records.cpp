@@ -102,7 +102,7 @@ class Script final : public Transport {
     const std::uint64_t head[4] = {0, peer.own, peer.other,
                                    bytes + static_cast<std::uint64_t>(bytes > 0 ? too_many : 0)};
     std::memcpy(peer.memory, head, kHead);
-    std::memcpy(peer.memory + kHead, peer.stream.data(), bytes);
+    std::copy_n(peer.stream.begin(), bytes, peer.memory + kHead);
     peer.stream.erase(peer.stream.begin(), peer.stream.begin() + static_cast<std::ptrdiff_t>(bytes));
     return kHead + bytes;
   }
