@@ -555,8 +555,8 @@ void Link::check_left(const Tensor& tensor) {
     if (!tensor.by_host[host].empty() || other.left.empty() || other.has_failed) continue;
     const Announcement& own = world_.announcement(tensor.slot, 0);
     const std::string operation = std::string(name_of(own.signature.collective)) + " " + own.note;
-    return alarm_.raise(ErrorCode::kPeerLost, Messages::left_early(describe_member(world_, other.left.front()),
-                                                                   describe_host(world_, world_.host), operation));
+    const std::string leaver = describe_member(world_, other.left.front());
+    return alarm_.raise(ErrorCode::kPeerLost, Messages::left_early(leaver, rank_name(world_, 0), operation));
   }
 }
 

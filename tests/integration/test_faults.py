@@ -7,6 +7,7 @@ import time
 import pytest
 
 from support.jobs import stopped
+from support.launchers import kvhvdrun, mpirun
 
 # Every rank sums until rank 2, the last one, suffers the fault. Whoever is told checks that no call hangs: exit code 7.
 SUM = """
@@ -57,6 +58,30 @@ def test_a_rank_that_ends_is_named_by_all_others(run, fault, how, code):
     for error in caught(job):
         assert re.search(rf"PeerLostError: \[rank [01]/3\] .*rank 2 \(.*pid \d+\) {how}", error), error
         assert "  Fix: " in error
+
+
+LEAVES = """
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.init()
+kvstore_hvd.allreduce(np.ones(1), 'both')
+if rank == 1: sys.exit()
+try:
+    kvstore_hvd.allreduce(np.ones(1), 'alone')
+except kvstore_hvd.HorovodInternalError as error:
+    say(f'caught: {error}\\n', sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("launcher", [kvhvdrun(), mpirun()], ids=["tcp", "mpi"])
+def test_a_rank_that_ends_on_another_host_is_named(run, launcher):
+    """Although it ends in good order, and with who waits for it, in what."""
+    if launcher is None:
+        pytest.skip("no mpirun and mpi4py beside this interpreter")
+    told = run("-np 2", LEAVES, launcher=launcher, KVHVD_TEST_HOSTS="2").err
+    how = r"rank 1 \(.*pid \d+\) left in good order.*, while rank 0 is waiting in allreduce 'alone'"
+    assert re.search(rf"caught: \[rank 0/2\] .*{how}", told), told
+    assert "Fix: give all workers the same number of steps" in told
 
 
 @pytest.mark.alike
