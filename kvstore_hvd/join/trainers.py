@@ -25,6 +25,7 @@ from kvstore_hvd.store.keys import wire_name
 from kvstore_hvd.store.kvstore import StoreMethods
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
+from kvstore_hvd.world.stall import is_stopped
 
 __all__ = ["TrainerHook", "check_stores", "joinable_for"]
 
@@ -274,11 +275,16 @@ class TrainerHook(JoinHook):
         world, pauses = self._joinable.world, Pauses()
         deadline = Deadline(config().timeout_s)
         while self.is_deferred:
-            self.initialize(world.engine().missed(native.MAX_NAMES, described=True) or [])
+            missed = world.engine().missed(native.MAX_NAMES, described=True) or []
+            self.initialize(missed)
             pauses.after(found=False)
             world.check()
-            if deadline.left() < 0:
+            if deadline.left() >= 0:
+                continue
+            ranks = range(world.topology.size)
+            if missed or not config().waits_for_busy or any(is_stopped(world.engine(), rank) for rank in ranks):
                 raise TimeoutError(self._no_shapes())
+            deadline = Deadline(config().timeout_s)  # the others compute
 
     def _no_shapes(self) -> str:
         trainer, speaker = self._joinable.trainer, self._joinable.world.topology.speaker

@@ -21,7 +21,7 @@ from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.native.records import Missed, Waiting
 from kvstore_hvd.world.topology import Topology
 
-__all__ = ["OWN_THREADS", "StallInspector", "python_stacks"]
+__all__ = ["OWN_THREADS", "StallInspector", "is_stopped", "python_stacks"]
 
 #: What the names of this package's threads begin with; stacks leave those out.
 OWN_THREADS = "kvstore_hvd-"
@@ -153,7 +153,7 @@ class StallInspector:
 
     def _speaks_for(self, one: Waiting) -> bool:
         """Whether this is the lowest of those that wait, and can speak."""
-        return all(self._state(rank) in _STOPPED for rank in range(self._rank) if rank not in one.late)
+        return all(is_stopped(self._engine, rank) for rank in range(self._rank) if rank not in one.late)
 
     def _waiting_text(self, head: str, waiting: Sequence[Waiting], hint: str = "") -> str:
         lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]
@@ -174,21 +174,12 @@ class StallInspector:
         lines = []
         for rank in sorted(ranks)[:_SHOWN_RANKS]:
             pid, text = self._engine.process(rank)  # no process of another host, or of a rank that never joined
-            why = _STATES.get(self._state(rank), "" if rank == self._rank else hint)
+            why = _STATES.get(_state(self._engine, rank), "" if rank == self._rank else hint)
             is_known = pid or self._topology.hosts[rank] != self._topology.host
             lines.append(f"{text}: {why.format(pid=pid)}" if why and is_known else text)
         if len(ranks) > _SHOWN_RANKS:
             lines.append(f"... and {len(ranks) - _SHOWN_RANKS} more")
         return lines
-
-    def _state(self, rank: int) -> str:
-        """The state of a rank's process, a letter of proc(5); '' when it cannot be seen."""
-        pid, _ = self._engine.process(rank)
-        try:
-            # The name in parentheses may hold anything.
-            return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode() if pid else ""
-        except (OSError, IndexError):
-            return ""
 
     def _look_at_blocked(self, now: float) -> None:
         """Another thread of this worker is inside the engine: for a moment, or because a stopped rank has a lock."""
@@ -197,7 +188,7 @@ class StallInspector:
         age_s = now - self._blocked_since
         if age_s < self._check_s:
             return
-        stopped = [rank for rank in range(self._size) if self._state(rank) in _STOPPED]
+        stopped = [rank for rank in range(self._size) if is_stopped(self._engine, rank)]
         report, _ = self._waiting.update({"blocked": age_s} if stopped else {}, stopped)
         if report:
             head = f"{self._name} has been blocked in the engine for {age_s:.0f} s: a stopped rank holds a lock."
@@ -251,6 +242,21 @@ class _Reports:
         while self._next_s <= longest_s:
             self._next_s += self._limit_s
         return report, over
+
+
+def is_stopped(engine: native.Engine, rank: int) -> bool:
+    """Whether the process of a rank is seen to be stopped."""
+    return _state(engine, rank) in _STOPPED
+
+
+def _state(engine: native.Engine, rank: int) -> str:
+    """The state of a rank's process, a letter of proc(5); '' when it cannot be seen."""
+    pid, _ = engine.process(rank)
+    try:
+        # The name in parentheses may hold anything.
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode() if pid else ""
+    except (OSError, IndexError):
+        return ""
 
 
 def program_line() -> str:

@@ -164,6 +164,44 @@ def test_a_rank_that_computes_is_waited_for_beyond_the_deadline(start, workers, 
     job.end()
 
 
+# Rank 1 has no input, and waits for rank 0 to begin its first step.
+SHAPES = """
+import mxnet as mx
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import config
+from kvstore_hvd.join import Join
+from support.joinables import Counter
+config.KNOBS['timeout_s'].default = 1.0
+hvd.init()
+net, counter = mx.gluon.nn.Dense(2), Counter()
+net.initialize()
+trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd')
+try:
+    with Join([counter, trainer]):
+        if rank == 0:
+            counter.count(1)
+            HOW
+            with mx.autograd.record():
+                loss = net((mx.np if mx.__version__.startswith('2') else mx.nd).ones((4, 3))).sum()
+            loss.backward()
+            trainer.step(4)
+except kvstore_hvd.HorovodInternalError as error:
+    say(f'caught: {type(error).__name__}: {error}\\n', sys.stderr)
+    sys.exit(7)
+"""
+
+
+STOP = "os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize(("how", "code"), [("time.sleep(4)", 0), ("counter.sum(1)", 7), (STOP, 7)])
+def test_the_first_step_of_a_join_is_waited_for_while_others_compute(run, how, code):
+    """Beyond the deadline, but not where workers wait for each other, or one is stopped."""
+    job = run("-np 2", SHAPES.replace("HOW", how), code=code)
+    assert ("no other has broadcast its shape" in job.of(1)) == (code == 7), job.describe()
+
+
 @pytest.mark.parametrize("is_off", ["", "1"])
 def test_a_deadline_that_was_set_counts_for_ranks_that_compute_too(start, is_off):
     """The error shows the lines of both, also where stall reports are switched off."""
