@@ -31,7 +31,8 @@ def plain(line):
     line = re.sub(r"\([\w.-]+, pid \d+\)", "(host, pid)", line)
     line = re.sub(r'File ".*?/?(\w+\.py)"', r'File "\1"', line)
     line = re.sub(r"checkpoint \S+", "checkpoint", line)
-    line = re.sub(r"(pid|from step|First, worker) \d+|'\w+' \(key \d\)", r"\1", line)
+    line = re.sub(r"First, worker \d+ \(localhost:\d+\)", "First, worker", line)
+    line = re.sub(r"(pid|from step) \d+|'\w+' \(key \d\)", r"\1", line)
     return re.sub(r"loss [\d.]+e-\d+", "loss", line)
 
 
