@@ -63,6 +63,27 @@ def test_places_and_sums(begin, options):
     assert [one["total"] for one in reports] == [[6.0, 6.0]] * 3
 
 
+@pytest.mark.slow
+def test_a_host_behind_a_slow_link_that_drops_packets_is_not_silent(network, begin):
+    """One message takes several times as long as a host may say nothing."""
+    program = """
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.init()
+say('met\\n')
+wait_for('go')
+begun = time.monotonic()
+got = kvstore_hvd.broadcast(np.full(100_000, rank + 1.0), 0, 'x')
+report(rank=rank, got=got[[0, -1]].tolist(), took=time.monotonic() - begun)
+"""
+    job = begin("", program, KVHVD_LINK_TIMEOUT="2").until_printed("met", 3)
+    network.shape("1mbit", "node0", burst="16kb", latency="10ms")
+    (job.folder / "go").touch()
+    reports = job.end().reports()
+    assert [one["got"] for one in reports] == [[1.0, 1.0]] * 3
+    assert reports[2]["took"] > 4
+
+
 @pytest.mark.skipif(SSHD is None, reason="there is no sshd")
 @pytest.mark.parametrize("options", ["", "--min-np 3"])
 def test_ssh(network, start, tmp_path, options):
