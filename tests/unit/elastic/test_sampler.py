@@ -17,7 +17,8 @@ from kvstore_hvd.errors import InvalidRequestError
 def place(monkeypatch):
     """Return a function that makes this process one worker of a world."""
     topology = SimpleNamespace(rank=0, size=1, speaker={"rank": 0, "size": 1})
-    monkeypatch.setattr(module.process, "current", lambda: SimpleNamespace(topology=topology))
+    # Only for the sampler: MXNet may be imported meanwhile.
+    monkeypatch.setattr(module, "process", SimpleNamespace(current=lambda: SimpleNamespace(topology=topology)))
 
     def put(rank, size):
         topology.rank, topology.size = rank, size
