@@ -13,6 +13,8 @@ namespace {
 
 // For the other hosts to tell which of their ranks are late.
 constexpr std::chrono::seconds kUntilTold{10};
+// Operations are looked at from this part of the timeout on.
+constexpr int kLooks = 8;
 
 using Clock = std::chrono::steady_clock;
 
@@ -255,18 +257,23 @@ Pending::Overdue Pending::overdue(const EngineOptions& options, const std::funct
   bool has_slots = false;
   for (auto& [text, name] : names_) {
     if (name.queue.empty()) continue;
-    const Work& work = *name.queue.front();
-    const auto waited_for = waited(work.since, now);
-    if (waited_for < options.timeout) continue;
+    Work& work = *name.queue.front();
+    auto waited_for = waited(work.since, now);
+    if (waited_for < options.timeout / kLooks) continue;
     if (!is_announced(name)) {
-      without_slot = &name;
+      if (waited_for >= options.timeout) without_slot = &name;
       continue;
+    }
+    const Blamed blamed = blamed_for(name.slot.slot);
+    // The last rank may have announced it long after the others, together with much else.
+    if (options.waits_for_busy && blamed.announced_by_all) {
+      if (work.met == Clock::time_point()) work.met = now;
+      waited_for = waited(work.met, now);
     }
     // A device has the same time from when it began, and then says whose device it waits for.
     const auto limit = held(name.slot.slot) ? 2 * options.timeout : options.timeout;
     if (waited_for < limit) continue;
     has_slots = true;
-    const Blamed blamed = blamed_for(name.slot.slot);
     // A program that has submitted an operation may compute before it waits for it.
     const bool waits = sleeps || is_patient(text) || std::any_of(name.queue.begin(), name.queue.end(), is_waited_for);
     const std::uint32_t chain = chain_of(blamed.ranks) + (waits ? 1 : 0);

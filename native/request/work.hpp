@@ -38,7 +38,7 @@ class Work {
     done_.store(false, std::memory_order_relaxed);  // Relaxed: seen by the thread that submits it only, as yet.
     is_waited_for.store(false, std::memory_order_relaxed);
     watched_slot = kNoSlot;
-    scheduled = {};
+    met = scheduled = {};
     algorithm = Algorithm::kInline;
     on_link = {};
   }
@@ -49,6 +49,7 @@ class Work {
   // The engine's.
   std::chrono::steady_clock::time_point submitted;
   std::chrono::steady_clock::time_point since;  // when it was submitted, or became the first of its name
+  std::chrono::steady_clock::time_point met;    // when all ranks were seen to have submitted it, see Pending::overdue
   std::uint32_t round = 0;                      // see Rounds
   // The slot whose mark tells the thread that waits for this, see InlineReduction; and what the bell was at before.
   std::uint32_t watched_slot = kNoSlot, bell_before = 0;
