@@ -103,8 +103,8 @@ def broadcast_parameters(
 ) -> None:
     """Overwrite parameters with the root's, on all devices. Asynchronous.
 
-    If the root has states of the optimizer for them that another worker lacks (it has loaded them), or the other way
-    round, `broadcast_trainer_states` follows. So where a Trainer updates the parameters this waits for the others.
+    If the root has made other numbers of updates than another worker, or has states of the optimizer for others of them
+    (it has loaded them), `broadcast_trainer_states` follows. So where a Trainer updates them this waits for the others.
 
     A parameter whose shape is not known yet is broadcast as soon as it is initialised, which must happen on all
     workers, in any order. A copy of it that was made before (``copy.deepcopy(net)``) is not broadcast.
@@ -152,7 +152,7 @@ def broadcast_parameters(
         trainers = mxnet_compat.trainers_of(parameter for _, parameter in named)
         states_differ = not world.is_alone and _states_differ(world, namespace, trainers)
     if states_differ:
-        fact = "the workers have different states of the optimizer: those of rank %d are broadcast, too."
+        fact = "the workers' Trainers differ in their states or numbers of updates: those of rank %d are broadcast, too."
         log.logger.warning("broadcast_parameters: " + fact, root_rank)
         for trainer in trainers:
             broadcast_trainer_states(trainer, root_rank, process_set)
@@ -265,8 +265,8 @@ def _broadcast_group(call: Call, world: Member, namespace: str, groups: list[Gro
 
 
 def _states_differ(world: Member, namespace: str, trainers: list[Any]) -> bool:
-    """Whether the workers have as many Trainers, with different states; waits for them if this one has any."""
-    states = {place: indices for place, each in enumerate(trainers) if (indices := mxnet_compat.states_in(each))}
+    """Whether the workers have as many Trainers, which differ; waits for them if this one has any."""
+    states = [(each._optimizer.num_update, mxnet_compat.states_in(each)) for each in trainers]
     rows = np.zeros((world.topology.size, 2), np.int64)
     rows[world.topology.rank] = len(trainers), zlib.crc32(repr(states).encode())
     table = arrays_from({"states": rows})["states"]

@@ -28,7 +28,7 @@ _told = False
 
 
 def was_told() -> bool:
-    """Whether the program has got an error of an asynchronous operation of its own; lost worlds do not count."""
+    """Whether the program has got an error of an operation, and has called none since; lost worlds do not count."""
     return _told
 
 

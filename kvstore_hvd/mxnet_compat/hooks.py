@@ -65,8 +65,8 @@ _COLLECTED = "_kvstore_hvd_collected"
 # Of a Trainer: the topology of the world in which the states of its optimizer were compared.
 _COMPARED = "_kvstore_hvd_compared"
 _NOTHING = contextlib.nullcontext()
-# Of a Trainer: whether its last step ignored stale gradients; and whether the workers have told each other, since the
-# last update, which gradients are fresh.
+# Of a Trainer: whether its last step, or an update, ignored stale gradients; and the arrays whose gradients are fresh on any worker, if
+# the workers have told each other since the last update.
 _IGNORES, _SHARED = "_kvstore_hvd_ignores_stale", "_kvstore_hvd_shared_freshness"
 # MXNet is one per process, and so is what was done to it.
 _store: Optional[type] = None
@@ -223,7 +223,8 @@ def _patch_trainer(mxnet: Any) -> None:
             joinable = joinable_of(self)
             if joinable is not None:
                 joinable.check_reduction()
-            vars(self)[_IGNORES] = bool(ignore_stale_grad)
+            mine = vars(self)
+            mine[_IGNORES] = bool(ignore_stale_grad) or mine.get(_IGNORES, False)  # for later calls of allreduce_grads
             original(self, batch_size, ignore_stale_grad)
 
         return update
@@ -234,9 +235,16 @@ def _patch_trainer(mxnet: Any) -> None:
             is_exchanged = _is_ours(self._kvstore)
             optimizer = exchanging.optimizer_in(self._optimizer)
             store = self._kvstore if is_exchanged else getattr(optimizer, "_kvstore_hvd_store", None)
-            if ignore_stale_grad and hasattr(store, "_anywhere") and not vars(self).pop(_SHARED, False):
-                trainer_steps.share_freshness(self, store, is_exchanged)
+            shared = vars(self).pop(_SHARED, None)
+            if ignore_stale_grad and hasattr(store, "_anywhere"):
+                if shared is None:
+                    _, shared = trainer_steps.share_freshness(self, store, is_exchanged)
+                shared = [array for array in shared if not array._fresh_grad]
+                for array in shared:
+                    array._fresh_grad = True
             original(self, ignore_stale_grad)
+            for array in shared or ():  # MXNet's AMP may have skipped the update
+                array._fresh_grad = False
 
         return update
 
@@ -377,8 +385,8 @@ def _stale(trainer: Any) -> list[int]:
         return []
     if joinable is not None and joinable.is_in_a_context:  # it has refused stale gradients
         return []
-    mine[_SHARED] = True
-    return trainer_steps.share_freshness(trainer, trainer._kvstore)
+    stale, mine[_SHARED] = trainer_steps.share_freshness(trainer, trainer._kvstore)
+    return stale
 
 
 def _new_states(trainer: Any) -> list[int]:

@@ -23,13 +23,14 @@ _list_of = operator.attrgetter("_grad")
 _first_of = operator.itemgetter(0)
 
 
-def share_freshness(trainer: Any, store: Any, exchanged: bool = False) -> list[int]:
-    """Make gradients fresh that are fresh on any worker, stale ones of them zero unless they are `exchanged` already.
+def share_freshness(trainer: Any, store: Any, exchanged: bool = False) -> tuple[list[int], list[Any]]:
+    """Make stale gradients zero that are fresh on another worker, unless they are `exchanged` already.
 
-    Returns the keys of those that are stale on all workers. Waits for the others.
+    Returns the keys of those that are stale on all workers, and the arrays whose gradients count as fresh in the update
+    that follows. Waits for the others.
     """
     fresh = [each._grad is not None and any(array._fresh_grad for array in each._data) for each in trainer._params]
-    stale = []
+    stale, refreshed = [], []
     for parameter, is_fresh in zip(trainer._params, store._anywhere(fresh, "fresh gradients")):
         if parameter._grad is None:
             continue
@@ -39,8 +40,8 @@ def share_freshness(trainer: Any, store: Any, exchanged: bool = False) -> list[i
         for array, gradient in zip(parameter._data, parameter._grad):
             if not (array._fresh_grad or exchanged):
                 set_to_zero(gradient)
-            array._fresh_grad = True
-    return stale
+            refreshed.append(array)
+    return stale, refreshed
 
 
 class Collected:

@@ -380,6 +380,7 @@ class Member:
         """Surround the submission of operations: raises what went wrong since the last one."""
         # MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
         # is noticed whatever the program reads.
+        mxnet_compat.set_told(False)
         failure = None if self.is_alone else self.engine().health()
         unread = None if self._holds_unread and failure is None else self._take_unread()
         if failure is not None:

@@ -105,9 +105,16 @@ if rank != 1:
     assert "Fix: give all workers the same number of steps" in job.err
 
 
-def test_a_worker_that_got_an_error_ends_with_its_own_code(run):
-    """It has caught one error of two; the other one, which may follow from the first, is logged."""
-    program = """
+LATER = """
+try: y.asnumpy()
+except kvstore_hvd.MismatchError: store.pushpull('later', mx.nd.ones((2 + rank,)))
+"""
+
+
+@pytest.mark.parametrize(("then", "code"), [("", 0), (LATER, 1)])
+def test_a_worker_that_got_an_error_ends_with_its_own_code(run, then, code):
+    """It has caught one error of two; the other one, which may follow from the first, is logged. Later ones count."""
+    program = f"""
 import mxnet as mx
 import kvstore_hvd
 store = mx.kv.create('horovod')
@@ -117,8 +124,9 @@ try:
     x.asnumpy()
 except kvstore_hvd.MismatchError:
     print('caught')
+{then}
 """
-    job = run("-np 2", program)
+    job = run("-np 2", program, code=code)
     assert job.out.count("caught") == 2
     assert "its result was never read" in job.err
 

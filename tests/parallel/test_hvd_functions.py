@@ -204,21 +204,25 @@ def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
         assert_equal_on_all_ranks(value, f"counted/{i}")
 
 
+@pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("loads", ["all", "one", "broadcast", "before parameters", "before Trainers"])
-def test_states_on_one_worker_only(rank, size, loads, tmp_path):
+def test_states_on_one_worker_only(rank, size, loads, momentum, tmp_path):
     """Momenta that one worker has loaded and the others have not: the first step says so on all, and how to mend it."""
     # `broadcast_parameters` takes them to the others by itself, if these have made their Trainers.
     batch = [tuple(array(each) for each in samples(4, seed=rank))]
 
     def make():
         net = mlp(seed=3)
-        return net, hvd.DistributedTrainer(parameters(net), "sgd", {"learning_rate": 0.1, "momentum": 0.9})
+        schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=0.1)
+        return net, hvd.DistributedTrainer(parameters(net), "sgd", {"momentum": momentum, "lr_scheduler": schedule})
 
     def step(net, trainer):
         backward(net, batch)
         trainer.step(4)
         return weights(net)
 
+    if not momentum and loads in ("one", "before Trainers"):
+        pytest.skip("the first step compares states only")
     net, trainer = make()
     step(net, trainer)
     trainer.save_states(str(tmp_path / "states"))

@@ -1,5 +1,7 @@
 """A Trainer's step as one call of the store: the same bits, calls and errors as a loop of `pushpull`."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -272,3 +274,35 @@ def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
     for i, (mine, reference) in enumerate(zip(trained, expected)):
         assert_equal_on_all_ranks(mine.data().asnumpy(), f"stale/{who}/{how}/{i}")
         np.testing.assert_allclose(mine.data().asnumpy(), reference.data().asnumpy(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["split", "skipped", "overflow"])
+def test_stale_gradients_after_other_updates(rank, how):
+    """After an update that did not ignore stale gradients, or one that was skipped, by the program or by AMP."""
+    net = mx.gluon.nn.Dense(1, in_units=1, use_bias=False)
+    net.initialize(mx.init.One())
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.25}, kvstore=mx.kv.create("horovod"))
+    if how == "overflow":
+        amp = "mxnet.amp" if is_mxnet_2() else "mxnet.contrib.amp"
+        trainer._amp_loss_scaler = importlib.import_module(f"{amp}.loss_scaler").LossScaler()
+        trainer._amp_original_scale = trainer._scale
+
+    def step(takes_part, slope=1.0, updates=True, ignore=True):
+        if takes_part:
+            with mx.autograd.record():
+                loss = (net(array(np.ones((1, 1), np.float32))) * slope).sum()
+            loss.backward()
+        if how == "overflow":
+            trainer.step(1, ignore_stale_grad=True)
+        else:
+            trainer.allreduce_grads()
+            if updates:
+                trainer.update(1, ignore_stale_grad=ignore)
+
+    step(True)
+    if how == "split":
+        step(True, ignore=False)
+    step(rank == 0, slope=np.inf if how == "overflow" else 1.0, updates=how == "split")
+    before = float(net.weight.data().asnumpy().item())
+    step(rank == 0)
+    assert before - float(net.weight.data().asnumpy().item()) == 0.25
