@@ -152,8 +152,8 @@ def broadcast_parameters(
         trainers = mxnet_compat.trainers_of(parameter for _, parameter in named)
         states_differ = not world.is_alone and _states_differ(world, namespace, trainers)
     if states_differ:
-        fact = "the workers' Trainers differ in their states or numbers of updates: those of rank %d are broadcast, too."
-        log.logger.warning("broadcast_parameters: " + fact, root_rank)
+        text = "the workers' Trainers differ: the states of their optimizers become those of rank %d, too."
+        log.logger.warning(text, root_rank)
         for trainer in trainers:
             broadcast_trainer_states(trainer, root_rank, process_set)
 

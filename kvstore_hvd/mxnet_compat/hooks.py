@@ -65,8 +65,8 @@ _COLLECTED = "_kvstore_hvd_collected"
 # Of a Trainer: the topology of the world in which the states of its optimizer were compared.
 _COMPARED = "_kvstore_hvd_compared"
 _NOTHING = contextlib.nullcontext()
-# Of a Trainer: whether its last step, or an update, ignored stale gradients; and the arrays whose gradients are fresh on any worker, if
-# the workers have told each other since the last update.
+# Of a Trainer: whether its last step, or an update, ignored stale gradients; and the arrays whose gradients are fresh
+# on any worker, if the workers have told each other since the last update.
 _IGNORES, _SHARED = "_kvstore_hvd_ignores_stale", "_kvstore_hvd_shared_freshness"
 # MXNet is one per process, and so is what was done to it.
 _store: Optional[type] = None
