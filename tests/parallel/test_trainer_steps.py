@@ -302,7 +302,8 @@ def test_stale_gradients_after_other_updates(rank, how):
     step(True)
     if how == "split":
         step(True, ignore=False)
-    step(rank == 0, slope=np.inf if how == "overflow" else 1.0, updates=how == "split")
+    else:
+        step(rank == 0, slope=np.inf if how == "overflow" else 1.0, updates=False)
     before = float(net.weight.data().asnumpy().item())
     step(rank == 0)
     assert before - float(net.weight.data().asnumpy().item()) == 0.25
