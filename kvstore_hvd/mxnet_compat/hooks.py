@@ -236,15 +236,18 @@ def _patch_trainer(mxnet: Any) -> None:
             optimizer = exchanging.optimizer_in(self._optimizer)
             store = self._kvstore if is_exchanged else getattr(optimizer, "_kvstore_hvd_store", None)
             shared = vars(self).pop(_SHARED, None)
+            refreshed: list[Any] = []
             if ignore_stale_grad and hasattr(store, "_anywhere"):
                 if shared is None:
                     _, shared = trainer_steps.share_freshness(self, store, is_exchanged)
-                shared = [array for array in shared if not array._fresh_grad]
-                for array in shared:
-                    array._fresh_grad = True
-            original(self, ignore_stale_grad)
-            for array in shared or ():  # MXNet's AMP may have skipped the update
-                array._fresh_grad = False
+                refreshed = [array for array in shared if not array._fresh_grad]
+            for array in refreshed:
+                array._fresh_grad = True
+            try:
+                original(self, ignore_stale_grad)
+            finally:
+                for array in refreshed:  # MXNet's AMP may have skipped the update
+                    array._fresh_grad = False
 
         return update
 
