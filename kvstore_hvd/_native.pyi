@@ -19,6 +19,9 @@ from kvstore_hvd.native.records import (
 def calls_of(thread: int, most: int) -> list[tuple[str, int, str, str]]:
     """The innermost calls of a Python thread: file, line, function and module of each."""
 
+def callers_of(package: str) -> list[tuple[int, bool]]:
+    """The threads whose innermost call is one of a package, and whether the look before saw the same call."""
+
 def abi() -> str:
     """What must be equal for two workers to share memory."""
 
@@ -235,7 +238,7 @@ class Engine:
     def counts(self) -> tuple[int, int]:
         """How many requests of this worker are over, and how many are pending."""
 
-    def tell_line(self, line: str, callers: list[int]) -> None:
+    def tell_line(self, line: str, callers: list[tuple[int, bool]]) -> None:
         """Where the program of this process is, for the errors of all workers, and its threads in calls of MXNet."""
 
     def health(self) -> KVHvdError | None:

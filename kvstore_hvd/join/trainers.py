@@ -273,7 +273,7 @@ class TrainerHook(JoinHook):
     def _await_shapes(self) -> None:
         """Wait for the others to broadcast what this worker does not know the shape of."""
         world, pauses = self._joinable.world, Pauses()
-        deadline = Deadline(config().timeout_s)
+        deadline, stopped = Deadline(config().timeout_s), set[int]()
         while self.is_deferred:
             missed = world.engine().missed(native.MAX_NAMES, described=True) or []
             self.initialize(missed)
@@ -281,8 +281,9 @@ class TrainerHook(JoinHook):
             world.check()
             if deadline.left() >= 0:
                 continue
-            ranks = range(world.topology.size)
-            if missed or not config().waits_for_busy or any(is_stopped(world.engine(), rank) for rank in ranks):
+            before = stopped
+            stopped = {rank for rank in range(world.topology.size) if is_stopped(world.engine(), rank)}
+            if missed or not config().waits_for_busy or stopped & before:
                 raise TimeoutError(self._no_shapes())
             deadline = Deadline(config().timeout_s)  # the others compute
 

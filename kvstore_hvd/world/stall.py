@@ -100,7 +100,7 @@ class StallInspector:
             self._look_at_missed(now, missed)
         # Only then may the line be asked for.
         if missed or self._engine.waiting(_SOON_S):
-            self._engine.tell_line(program_line(), _callers_of_mxnet())
+            self._engine.tell_line(program_line(), native.callers_of("mxnet"))
         return True
 
     def _run(self) -> None:
@@ -265,12 +265,6 @@ def program_line() -> str:
     of_program = (call for call in calls if str(call[3]).partition(".")[0] not in _LIBRARIES)
     path, line, function, _ = next(of_program, calls[0] if calls else ("", 0, "", ""))
     return f"{path if len(path) <= _MAX_PATH else f'...{path[-_MAX_PATH:]}'}:{line} in {function}" if path else ""
-
-
-def _callers_of_mxnet() -> list[int]:
-    """The threads whose innermost call is MXNet's, by the numbers that the system gives them."""
-    innermost = {thread.native_id: native.calls_of(thread.ident or 0, 1) for thread in threading.enumerate()}
-    return [number for number, calls in innermost.items() if number and calls and str(calls[0][3]).startswith("mxnet.")]
 
 
 def python_stacks() -> str:

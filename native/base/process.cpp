@@ -6,8 +6,6 @@
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
-#include <fstream>
-#include <string>
 
 namespace kvstore_hvd {
 namespace {
@@ -26,12 +24,6 @@ void look() { id.store(getpid(), std::memory_order_relaxed); }
 }  // namespace
 
 pid_t process_id() { return id.load(std::memory_order_relaxed); }
-
-std::int64_t cpu_time_ns(pid_t thread) {
-  std::int64_t time = 0;
-  std::ifstream("/proc/self/task/" + std::to_string(thread) + "/schedstat") >> time;
-  return time;
-}
 
 void end_as_failed() {
   on_exit(

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <cstddef>
-#include <cstdint>
 
 namespace kvstore_hvd {
 
@@ -16,9 +15,6 @@ pid_t process_id();
 
 // Of this machine, and so the same for all ranks that share memory.
 inline std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAGESIZE)); }
-
-// The CPU time that a thread of this process has used; 0 where the system does not tell it, or the thread has ended.
-std::int64_t cpu_time_ns(pid_t thread);
 
 // Have this process end with code 1 where it would end with 0; a failure that it tells of itself stays. To be called as
 // it ends: the code is not known to anybody before exit() is called.

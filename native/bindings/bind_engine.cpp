@@ -109,28 +109,54 @@ std::shared_ptr<Request> make_request(const py::args& in_order, const py::kwargs
   return request;
 }
 
-// The innermost calls of a Python thread: file, line, function and module of each. The GIL is held throughout, so that
-// no frame changes or ends while it is looked at: CPython 3.11 has crashed where Python code looked at those of a
-// thread that runs.
-py::list calls_of(const py::int_& thread, std::size_t most) {
-  const auto collector = py::module_::import("gc");  // which might run other code
-  const bool collects = collector.attr("isenabled")().cast<bool>();
-  if (collects) collector.attr("disable")();
-  py::list calls;
-  {
-    const py::dict frames = py::module_::import("sys").attr("_current_frames")();
-    py::object frame = frames.attr("get")(thread);
-    while (!frame.is_none() && calls.size() < most) {
-      auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
-      const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
-      calls.append(py::make_tuple(code.attr("co_filename"), PyFrame_GetLineNumber(raw), code.attr("co_name"),
-                                  frame.attr("f_globals").attr("get")("__name__", "")));
-      PyObject* const outer = reinterpret_cast<PyObject*>(PyFrame_GetBack(raw));
-      frame = outer == nullptr ? py::object(py::none()) : py::reinterpret_steal<py::object>(outer);
-    }
+// The innermost frames of all Python threads. The GIL is held while they are looked at, so that none changes or ends:
+// CPython 3.11 has crashed where Python code looked at those of a thread that runs.
+class Frames {
+ public:
+  Frames() {
+    if (collects_) collector_.attr("disable")();
+    by_thread = py::module_::import("sys").attr("_current_frames")();
   }
-  if (collects) collector.attr("enable")();
+  ~Frames() {
+    by_thread = py::dict();
+    if (collects_) collector_.attr("enable")();
+  }
+  static py::object module_of(const py::handle& frame) { return frame.attr("f_globals").attr("get")("__name__", ""); }
+
+  py::dict by_thread;
+
+ private:
+  const py::module_ collector_ = py::module_::import("gc");  // which might run other code
+  const bool collects_ = collector_.attr("isenabled")().cast<bool>();
+};
+
+// The innermost calls of a Python thread: file, line, function and module of each.
+py::list calls_of(const py::int_& thread, std::size_t most) {
+  const Frames frames;
+  py::list calls;
+  py::object frame = frames.by_thread.attr("get")(thread);
+  while (!frame.is_none() && calls.size() < most) {
+    auto* const raw = reinterpret_cast<PyFrameObject*>(frame.ptr());
+    const auto code = py::reinterpret_steal<py::object>(reinterpret_cast<PyObject*>(PyFrame_GetCode(raw)));
+    calls.append(py::make_tuple(code.attr("co_filename"), PyFrame_GetLineNumber(raw), code.attr("co_name"),
+                                Frames::module_of(frame)));
+    PyObject* const outer = reinterpret_cast<PyObject*>(PyFrame_GetBack(raw));
+    frame = outer == nullptr ? py::object(py::none()) : py::reinterpret_steal<py::object>(outer);
+  }
   return calls;
+}
+
+// The Python threads whose innermost call is one of a package, and whether the look before saw the same call. What it
+// has seen it marks: no trace function gets the lines of that call any more.
+std::vector<Activity::Caller> callers_of(const std::string& package) {
+  const Frames frames;
+  std::vector<Activity::Caller> all;
+  for (const auto& [thread, frame] : frames.by_thread) {
+    if (py::str(Frames::module_of(frame)).cast<std::string>().rfind(package + ".", 0) != 0) continue;
+    all.emplace_back(thread.cast<unsigned long>(), !frame.attr("f_trace_lines").cast<bool>());
+    frame.attr("f_trace_lines") = false;
+  }
+  return all;
 }
 
 // The last owner may be the garbage collector, and an engine that nobody has shut down waits for the other ranks when
@@ -404,6 +430,7 @@ py::tuple process(const Engine& engine, int rank) {
 
 void bind_engine(py::module_& module) {
   module.def("calls_of", &calls_of, py::arg("thread"), py::arg("most"));
+  module.def("callers_of", &callers_of, py::arg("package"));
   module.def("has_pidfds", &Liveness::has_pidfds, "Whether the deaths of other processes are noticed at once.");
   module.def("end_as_failed", &end_as_failed, "Have this process, which ends, end with code 1 instead of 0.");
   py::class_<Work, std::shared_ptr<Work>>(module, "Work", "The handle of a submitted request.")
@@ -473,7 +500,7 @@ void bind_engine(py::module_& module) {
       .def("counts", &Engine::counts)
       .def(
           "tell_line",
-          [](Engine& engine, const py::str& line, const std::vector<pid_t>& callers) {
+          [](Engine& engine, const py::str& line, const std::vector<Activity::Caller>& callers) {
             engine.tell_line(text_of(line), callers);
           },
           py::arg("line"), py::arg("callers"))

@@ -311,7 +311,7 @@ std::pair<std::uint64_t, std::size_t> Engine::counts() const {
   return {in->pending.settled(), in->pending.count()};
 }
 
-void Engine::tell_line(std::string line, const std::vector<pid_t>& callers) {
+void Engine::tell_line(std::string line, const std::vector<Activity::Caller>& callers) {
   if (const Visit in(*this); in) in->options.activity->set_line(std::move(line), callers);
 }
 

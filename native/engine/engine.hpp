@@ -131,7 +131,7 @@ class Engine {
   std::pair<std::uint64_t, std::size_t> counts() const;
 
   // Where the program of this process is, for the errors of all ranks, and which threads are in calls of MXNet.
-  void tell_line(std::string line, const std::vector<pid_t>& callers);
+  void tell_line(std::string line, const std::vector<Activity::Caller>& callers);
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
   // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and

@@ -11,8 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "base/process.hpp"
-
 namespace kvstore_hvd {
 
 // What a process is doing, for the others in each of its worlds. Any thread.
@@ -25,25 +23,26 @@ class Activity {
 
   using Clock = std::chrono::steady_clock;
 
+  // A thread in a call of MXNet, and whether the call was under way at the look before.
+  using Caller = std::pair<unsigned long, bool>;
+
   // Where the program is, and which threads are in calls of MXNet. To be told again and again.
-  void set_line(std::string line, const std::vector<pid_t>& callers) {
+  void set_line(std::string line, const std::vector<Caller>& callers) {
     const auto now = Clock::now();
-    std::map<pid_t, Caller> all;
+    std::map<unsigned long, Clock::time_point> all;
     const std::lock_guard<std::mutex> lock(mutex_);
     line_ = std::move(line);
-    for (const pid_t thread : callers) {
-      const std::int64_t used_ns = cpu_time_ns(thread);
+    for (const auto& [thread, is_same] : callers) {
       const auto before = callers_.find(thread);
-      const bool sleeps = before != callers_.end() && used_ns - before->second.used_ns < kAwakeNs;
-      all[thread] = {used_ns, sleeps ? before->second.since : now};
+      all[thread] = is_same && before != callers_.end() ? before->second : now;
     }
     callers_ = std::move(all);
   }
-  // Since when a thread has slept in a call of MXNet, which it does while it waits for an array; nothing: none does.
-  std::optional<Clock::time_point> asleep_since() {
+  // The first look at the longest call of MXNet that is under way; nothing: there is none.
+  std::optional<Clock::time_point> in_mxnet_since() {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::optional<Clock::time_point> first;
-    for (const auto& [thread, caller] : callers_) first = std::min(first.value_or(caller.since), caller.since);
+    for (const auto& [thread, since] : callers_) first = std::min(first.value_or(since), since);
     return first;
   }
   std::string line() {
@@ -66,16 +65,9 @@ class Activity {
   }
 
  private:
-  // What a thread needs at least to come back from one call and begin another; a signal costs less.
-  static constexpr std::int64_t kAwakeNs = 20'000;
-  struct Caller {
-    std::int64_t used_ns = 0;
-    Clock::time_point since;  // it has slept, so far
-  };
-
   std::mutex mutex_;
   std::string line_;
-  std::map<pid_t, Caller> callers_;
+  std::map<unsigned long, Clock::time_point> callers_;  // by thread: the first look at its call
   std::map<const void*, Wait> waits_;
 };
 

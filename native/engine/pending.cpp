@@ -249,9 +249,10 @@ void Pending::wait_for_all() {
 Pending::Overdue Pending::overdue(const EngineOptions& options, const std::function<bool(std::uint32_t)>& held) {
   const auto now = Clock::now();
   const auto most = std::min(static_cast<std::uint32_t>(world_.size_of_all), kMostWaits);
-  const auto asleep_since = options.activity->asleep_since();
-  const bool sleeps = asleep_since && waited(*asleep_since, now) >= options.timeout;
+  const auto in_mxnet_since = options.activity->in_mxnet_since();
+  const bool stays_in_mxnet = in_mxnet_since && waited(*in_mxnet_since, now) >= options.timeout;
   const auto is_waited_for = [](const auto& work) { return work->is_waited_for.load(std::memory_order_relaxed); };
+  const auto stopped_before = std::exchange(stopped_since_, {});
   Overdue found;
   const Name* without_slot = nullptr;
   bool has_slots = false;
@@ -265,6 +266,7 @@ Pending::Overdue Pending::overdue(const EngineOptions& options, const std::funct
       continue;
     }
     const Blamed blamed = blamed_for(name.slot.slot);
+    for (const int rank : blamed.ranks) look_whether_stopped(rank, stopped_before, now);
     // The last rank may have announced it long after the others, together with much else.
     if (options.waits_for_busy && blamed.announced_by_all) {
       if (work.met == Clock::time_point()) work.met = now;
@@ -275,8 +277,9 @@ Pending::Overdue Pending::overdue(const EngineOptions& options, const std::funct
     if (waited_for < limit) continue;
     has_slots = true;
     // A program that has submitted an operation may compute before it waits for it.
-    const bool waits = sleeps || is_patient(text) || std::any_of(name.queue.begin(), name.queue.end(), is_waited_for);
-    const std::uint32_t chain = chain_of(blamed.ranks) + (waits ? 1 : 0);
+    const bool waits =
+        stays_in_mxnet || is_patient(text) || std::any_of(name.queue.begin(), name.queue.end(), is_waited_for);
+    const std::uint32_t chain = chain_of(blamed.ranks, now, options.timeout) + (waits ? 1 : 0);
     if (waits && chain > found.wait.ranks) found.wait = {std::min(chain, most), describe_operation(work.request())};
     if (is_patient(text)) continue;
     // A rank inside a collective computes nothing of the program.
@@ -293,14 +296,30 @@ Pending::Overdue Pending::overdue(const EngineOptions& options, const std::funct
   return found;
 }
 
-// The longest chain that begins with one of the ranks.
-std::uint32_t Pending::chain_of(const std::vector<int>& ranks) const {
+// Once for each rank in each call of overdue().
+void Pending::look_whether_stopped(int rank, const StoppedSince& before, Clock::time_point now) {
+  const auto [at, is_new] = stopped_since_.try_emplace(rank);
+  if (!is_new || !is_stopped(rank)) return;
+  const auto earlier = before.find(rank);
+  at->second = earlier != before.end() && earlier->second ? earlier->second : now;
+}
+
+bool Pending::is_stopped(int rank) const {
+  const World::Home home = world_.home(rank);
+  if (home.host == world_.host) return Liveness::is_stopped(world_, home.rank);
+  return world_.doing(rank).waits.load(std::memory_order_relaxed) == kStopped;  // Relaxed: looked at again and again
+}
+
+// The longest chain that begins with one of the ranks. A stop counts that has lasted for as long as the looks at it.
+std::uint32_t Pending::chain_of(const std::vector<int>& ranks, Clock::time_point now,
+                                std::chrono::nanoseconds timeout) const {
   std::uint32_t longest = 0;
   for (const int rank : ranks) {
-    const World::Home home = world_.home(rank);
-    if (home.host == world_.host && Liveness::is_stopped(world_, home.rank)) return kStopped;
-    // Relaxed: looked at again and again.
-    longest = std::max(longest, world_.doing(rank).waits.load(std::memory_order_relaxed));
+    const auto stopped = stopped_since_.find(rank);
+    const bool is_seen = stopped != stopped_since_.end() && stopped->second;
+    if (is_seen && waited(*stopped->second, now) >= timeout - timeout / kLooks) return kStopped;
+    const std::uint32_t waits = world_.doing(rank).waits.load(std::memory_order_relaxed);  // Relaxed: as above
+    if (waits != kStopped) longest = std::max(longest, waits);
   }
   return longest;
 }
@@ -344,11 +363,11 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
   constexpr std::size_t kShown = 3;
   for (std::size_t i = 0; i < std::min(blamed.ranks.size(), kShown); ++i) {
     const int rank = blamed.ranks[i];
-    const std::uint32_t chain = chain_of({rank});
-    const std::string what = world_.doing(rank).text.read(), where = what.empty() ? "" : ", " + what;
-    if (chain == kStopped) {
+    const Doing& doing = world_.doing(rank);
+    const std::string what = doing.text.read(), where = what.empty() ? "" : ", " + what;
+    if (is_stopped(rank)) {
       tell(rank, "is stopped" + where);
-    } else if (chain > 0) {
+    } else if (doing.waits.load(std::memory_order_relaxed) > 0) {  // Relaxed: as above
       tell(rank, "waits for others itself" + where);
       fix = "\n  Fix: have all ranks submit the same operations, and those that they wait for in the same order";
     } else if (!what.empty()) {

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -142,7 +143,12 @@ class Pending {
   void check_left(std::uint32_t slot, const Request& request);
   Blamed blamed_for(std::uint32_t slot);
   void add_late_elsewhere(std::uint32_t slot, std::vector<int>& late) const;
-  std::uint32_t chain_of(const std::vector<int>& ranks) const;
+  // By rank: since when overdue() has seen it stopped, if it is.
+  using StoppedSince = std::map<int, std::optional<std::chrono::steady_clock::time_point>>;
+  void look_whether_stopped(int rank, const StoppedSince& before, std::chrono::steady_clock::time_point now);
+  bool is_stopped(int rank) const;
+  std::uint32_t chain_of(const std::vector<int>& ranks, std::chrono::steady_clock::time_point now,
+                         std::chrono::nanoseconds timeout) const;
   std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout, const Blamed& blamed,
                                bool is_waited_for, const std::string& line);
 
@@ -157,6 +163,7 @@ class Pending {
   Rounds rounds_;
   Timeline timeline_;
   std::deque<std::string> waiting_for_slot_;
+  StoppedSince stopped_since_;
   // By slot. Written before the announcement, which publishes it to the thread that carries out the schedule.
   struct InFlight {
     Work* work = nullptr;

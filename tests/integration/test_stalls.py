@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 
 import pytest
 
@@ -115,6 +116,7 @@ kvstore_hvd.init()  # the exit finds it looking
 
 # The deadline that nobody has set, made short, and what the last rank does instead of waiting for the others in `x`.
 DEADLINE = """
+import _thread
 import numpy as np
 import mxnet as mx
 import kvstore_hvd
@@ -127,7 +129,20 @@ much = np.ones(1 << 21)  # takes so long that the deadline is looked at meanwhil
 pair = hvd.add_process_set([1, last])
 def pair_up():
     hvd.allreduce(mx.nd.ones(3), name='z', process_set=pair).asnumpy()
+def read():
+    while True:
+        (2 * mx.nd.ones(3)).asnumpy(); time.sleep(0.05)
+def pair_up_among_signals_and_threads():
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    _thread.start_new_thread(read, ())
+    try: pair_up()
+    finally: signal.setitimer(signal.ITIMER_REAL, 0)
+def pair_up_in_a_thread():
+    _thread.start_new_thread(pair_up, ())
+    threading.Event().wait()
 def compute():
+    say(f'computing {os.getpid()}\\n')
     wait_for('go')
     pair_up()
 def compute_with_a_sum_under_way():
@@ -161,6 +176,12 @@ def test_a_rank_that_computes_is_waited_for_beyond_the_deadline(start, workers, 
     job = start(workers, DEADLINE.replace("HOW", how), **OFTEN, **hosts)
     job.until(lambda: re.search(r"rank 0 has waited ([6-9]|\d\d) s", job.of(0)), "three times the deadline")
     assert f"in {how}\n" in job.err
+    for pid in map(int, re.findall(r"computing (\d+)", job.out)):
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(0.7)  # all look at it meanwhile
+        os.kill(pid, signal.SIGCONT)
+    reports = job.of(0).count("rank 0 has waited")
+    job.until(lambda: job.of(0).count("rank 0 has waited") > reports + 1, "what a stop for a moment does not end")
     (job.folder / "go").touch()
     job.end()
 
@@ -239,5 +260,6 @@ def test_ranks_that_wait_for_each_other_end_at_the_deadline(start, workers, host
     by_others = f"rank {last} waits for others itself, at \\S*program0\\.py:\\d+ in wait_in_y, in allreduce 'y'"
     assert re.search(f"{by_last}|{by_others}", job.of(0)), job.describe()
     assert "Fix: have all ranks submit the same operations" in job.of(0)
-    job = start(workers, DEADLINE.replace("HOW", "pair_up"), **OFTEN, **hosts).end(7)
-    assert "waits for others itself" in job.err
+    for how in ("pair_up_among_signals_and_threads", "pair_up_in_a_thread"):
+        job = start(workers, DEADLINE.replace("HOW", how), **OFTEN, **hosts).end(7)
+        assert "waits for others itself" in job.err
