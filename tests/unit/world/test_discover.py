@@ -197,6 +197,7 @@ def install(monkeypatch, module):
     package = types.ModuleType("mpi4py")
     package.__dict__.update(MPI=module, rc=types.SimpleNamespace(initialize=True, finalize=None))
     monkeypatch.setitem(sys.modules, "mpi4py", package)
+    monkeypatch.setattr(mpi_world, "_finalise_at_exit", lambda mpi: None)  # this process has no MPI
     return package
 
 
