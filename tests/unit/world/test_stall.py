@@ -174,7 +174,7 @@ def test_the_shutdown_time_fails_the_world_with_the_same_text(stage):
     assert len(here.look(0)) == 1
     assert not here.world.left
     assert not here.inspector.has_given_up
-    here.world.answer = [waiting(0, 90)]
+    here.world.answer = [waiting(1, 61), waiting(0, 90)]
     here.look(30)
     (text,) = here.world.left
     assert text.startswith("abort: rank 0 waited 90 s, longer than the stall shutdown time, for rank 1\n")
