@@ -122,8 +122,8 @@ def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon, line):
     first, _ = line.enter()
     daemon.world(1)
     daemon.send("void", generation=1, text="worker 3 was killed")
-    until(lambda: line.void(1))
-    assert line.void(0) == first.lost() == "worker 3 was killed"  # and so are those before it
+    until(first.lost)
+    assert line.void(0) == line.void(1) == first.lost() == "worker 3 was killed"  # and so are those before it
     assert line.void(2) == ""
     threading.Timer(0.05, daemon.world, [2]).start()
     assert line.next_world("lost", "").topology.generation == 2
