@@ -131,16 +131,17 @@ def test_calls_without_a_name_have_a_row_together(tmp_path):
 
 def test_process_sets_have_rows_of_their_own(tmp_path):
     part = PartWriter(str(tmp_path / "t"), header(0, 1, mark=True))
-    for world, operations in enumerate([[(2000, None), (3000, 3), (10_000, 3)], [(20_000, None), (30_000, 3)]]):
+    worlds = [[(2000, None), (3000, 3), (10_000, 3)], [(20_000, None), (30_000, 3)], [(40_000, 3)]]
+    for world, operations in enumerate(worlds):
         part.world(world)
         for begin, process_set in operations:
             part.add([event("s0/x", begin)], **({} if process_set is None else {"process_set": process_set}))
     part.end()
-    assert Path(part.path).read_text().count('{"set":') == 2
+    assert Path(part.path).read_text().count('{"set":') == 3
     write_trace(str(tmp_path / "t"), [part.path])
     trace = Trace(tmp_path / "t")
     assert trace.names(0) == ["x (key 1)", "process set 3: x (key 1)", "cycles", "process set 3: cycles"]
-    for name, begins, process_set in (("x (key 1)", [1, 19], None), ("process set 3: x (key 1)", [2, 9, 29], 3)):
+    for name, begins, process_set in (("x (key 1)", [1, 19], None), ("process set 3: x (key 1)", [2, 9, 29, 39], 3)):
         waits, works = trace.row(0, name)[::2], trace.row(0, name)[1::2]
         assert [wait["ts"] for wait in waits] == begins
         assert {work["args"].get("process_set") for work in works} == {process_set}
