@@ -9,7 +9,8 @@ Such an optimizer updates in Python, not in the callback of a store: ctypes prin
 that the loss of the world would be noticed by nobody.
 
 An optimizer says that it is one by an attribute ``_kvstore_hvd_synchronised = True``. It may have
-``_kvstore_hvd_store``, its store; and, with an optimizer inside it, ``unwrap()`` and ``_kvstore_hvd_adopt(other)``.
+``_kvstore_hvd_store``, its store, one of ours; and, with an optimizer inside it, ``unwrap()`` and
+``_kvstore_hvd_adopt(other)``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Optional
 
 from kvstore_hvd import log
-from kvstore_hvd.mxnet_compat.trainers import devices_of
+from kvstore_hvd.mxnet_compat.trainers import devices_of, states_of
 from kvstore_hvd.mxnet_compat.wrapping import wrap
 
 __all__ = [
@@ -36,6 +37,8 @@ __all__ = [
 _SYNCHRONISED = "_kvstore_hvd_synchronised"
 # Of a Trainer: the store of its optimizer, which gives all workers the initial parameters.
 _BROADCASTS = "_kvstore_hvd_broadcasts"
+# Of an Updater: the topology of the world in which its states were compared.
+_COMPARED = "_kvstore_hvd_compared"
 
 IsOurs = Callable[[Any], bool]
 
@@ -85,6 +88,7 @@ def patch(mxnet: Any, is_ours: IsOurs) -> None:
     _patch_trainer(mxnet.gluon.Trainer, is_ours)
     wrap(mxnet.optimizer.Updater, "get_states", _getting_states)
     wrap(mxnet.optimizer.Updater, "set_states", _setting_states)
+    wrap(mxnet.optimizer.Updater, "__call__", _comparing_states)
     if hasattr(mxnet, "mod"):  # only MXNet 1 has it
         _patch_module(mxnet, is_ours)
 
@@ -158,7 +162,7 @@ def _share_overflow(trainer: Any) -> None:
         first._grad[0][:] = float("nan")
 
 
-# -- Updater: states are saved with the optimizer inside, and loaded into that ---------------------------------------
+# -- Updater: states are saved with the optimizer inside, loaded into that, and compared in the first update ----------
 
 
 def _getting_states(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -185,6 +189,19 @@ def _setting_states(original: Callable[..., Any]) -> Callable[..., Any]:
             self.optimizer = optimizer
 
     return set_states
+
+
+def _comparing_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: Any, index: Any, grad: Any, weight: Any) -> None:
+        store = _store_of(self.optimizer)
+        if store is not None and vars(self).get(_COMPARED) is not store._member.topology:
+            setattr(self, _COMPARED, store._member.topology)
+            with store._comparing_states(states_of(self)):
+                original(self, index, grad, weight)
+        else:
+            original(self, index, grad, weight)
+
+    return call
 
 
 # -- Module -------------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@
 - Gradients of Gluon's parameters live in memory that the workers share (see gradients.py; KVHVD_ZERO_COPY=0: not).
 - Graphs with our operators are compiled so that these work, and inferred and exported without them (see graphs.py).
 - With ``ignore_stale_grad`` a gradient that is stale on some workers counts as zero there, and all update.
-- In a Trainer's first step with our store the workers compare which states their optimizers have.
+- In a Trainer's first step with our store, and in the first update of an optimizer that exchanges gradients, the
+  workers compare which states their optimizers have.
 - The steps of a Trainer in a Join go through its joinable (see trainers.py).
 - The states that a Trainer saves to a file and loads contain the residuals of 2bit gradient compression. An optimizer
   that is loaded goes on counting its updates on the Trainer's own devices.

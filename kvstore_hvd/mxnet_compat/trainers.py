@@ -16,6 +16,7 @@ __all__ = [
     "labels_of",
     "note_joinable",
     "states_in",
+    "states_of",
     "trainers_of",
 ]
 
@@ -43,8 +44,12 @@ def trainers_of(parameters: Iterable[Any]) -> list[Any]:
 
 def states_in(trainer: Any) -> list[int]:
     """For which parameters its optimizer has states, as numbers in order."""
-    states = trainer._updaters[0].states if trainer._updaters else {}
-    return sorted(index for index, state in states.items() if state is not None)
+    return states_of(trainer._updaters[0]) if trainer._updaters else []
+
+
+def states_of(updater: Any) -> list[int]:
+    """For which parameters MXNet's Updater has states, as numbers in order."""
+    return sorted(index for index, state in updater.states.items() if state is not None)
 
 
 def count_on_own_devices(trainer: Any) -> None:

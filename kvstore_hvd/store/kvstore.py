@@ -455,7 +455,8 @@ class StoreMethods:
     def _comparing_states(self, indices: Sequence[int]) -> Iterator[None]:
         """Within, reductions fail unless all workers have states of these parameters. Called by the Trainer hook."""
         before = self._reduction
-        self._reduction = before.tied_to_states(indices)
+        if indices:
+            self._reduction = before.tied_to_states(indices)
         self._member.hold_unread(1)  # the mismatch of one gradient must not keep this worker from submitting the others
         try:
             yield

@@ -204,9 +204,10 @@ def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
         assert_equal_on_all_ranks(value, f"counted/{i}")
 
 
+@pytest.mark.parametrize("exchanges", ["Trainer", "optimizer"])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("loads", ["all", "one", "broadcast", "before parameters", "before Trainers"])
-def test_states_on_one_worker_only(rank, size, loads, momentum, tmp_path):
+def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_path):
     """Momenta that one worker has loaded and the others have not: the first step says so on all, and how to mend it."""
     # `broadcast_parameters` takes them to the others by itself, if these have made their Trainers.
     batch = [tuple(array(each) for each in samples(4, seed=rank))]
@@ -214,7 +215,11 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, tmp_path):
     def make():
         net = mlp(seed=3)
         schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=0.1)
-        return net, hvd.DistributedTrainer(parameters(net), "sgd", {"momentum": momentum, "lr_scheduler": schedule})
+        options = {"momentum": momentum, "lr_scheduler": schedule}
+        if exchanges == "Trainer":
+            return net, hvd.DistributedTrainer(parameters(net), "sgd", options)
+        optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(**options))
+        return net, mx.gluon.Trainer(parameters(net), optimizer, kvstore=None)
 
     def step(net, trainer):
         backward(net, batch)
