@@ -19,6 +19,9 @@ __all__ = ["Collected", "MakeStep", "collect", "share_freshness"]
 #: Makes a store's step of (key, array, priority) for each gradient; None when they are none that it can sum in one go.
 MakeStep = Callable[[Sequence["tuple[int, Any, int]"]], Any]
 
+#: Tells a worker that waits alone what the others have not passed.
+_FRESHNESS = "fresh gradients (ignore_stale_grad=True)"
+
 _list_of = operator.attrgetter("_grad")
 _first_of = operator.itemgetter(0)
 
@@ -31,7 +34,7 @@ def share_freshness(trainer: Any, store: Any, exchanged: bool = False) -> tuple[
     """
     fresh = [each._grad is not None and any(array._fresh_grad for array in each._data) for each in trainer._params]
     stale, refreshed = [], []
-    for parameter, is_fresh in zip(trainer._params, store._anywhere(fresh, "fresh gradients")):
+    for parameter, is_fresh in zip(trainer._params, store._anywhere(fresh, _FRESHNESS)):
         if parameter._grad is None:
             continue
         if not is_fresh:

@@ -1,17 +1,20 @@
 """A Trainer's step as one call of the store: the same bits, calls and errors as a loop of `pushpull`."""
 
 import importlib
+import threading
+import time
 
 import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import MismatchError, UnsupportedDtypeError
+from kvstore_hvd.errors import HorovodInternalError, MismatchError, UnsupportedDtypeError
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.store.kvstore import StoreMethods
 from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum, sum_of_ranks
 from support.gluon import array, is_mxnet_2, mlp, parameters, samples
+from support.patience import patient
 from support.steps import SHAPES, assert_summed, check_step, fill, make_parameters, make_trainer
 from support.zero_copy import meet_again, zero_copy
 
@@ -307,3 +310,33 @@ def test_stale_gradients_after_other_updates(rank, how):
     before = float(net.weight.data().asnumpy().item())
     step(rank == 0)
     assert before - float(net.weight.data().asnumpy().item()) == 0.25
+
+
+def test_ignore_stale_grad_on_one_worker(rank, size):
+    """It waits for the others, in an operation that says why."""
+    if size == 1:
+        pytest.skip("needs others")
+    trainer = mx.gluon.Trainer(mlp(seed=3).collect_params(), "sgd", kvstore=mx.kv.create("horovod"))
+    trainer._init_kvstore()
+    trainer._init_params()
+    mx.nd.waitall()
+    engine = process.current().member.engine()
+    deadline = time.monotonic() + patient(30)
+
+    def wait(until):
+        while not until():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def abort():
+        wait(lambda: engine.waiting(0.0))
+        process.current().abort("the test says so")
+
+    if rank == 0:
+        ends = threading.Thread(target=abort)
+        ends.start()
+        with pytest.raises(HorovodInternalError, match=r"allreduce 'fresh gradients \(ignore_stale_grad=True\)'"):
+            trainer.step(1, ignore_stale_grad=True)
+        ends.join()
+    wait(engine.health)
+    process.current().reset()
