@@ -292,7 +292,8 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     way = SRUN if of_slurm and options.rsh_command is None else options.rsh_command
     shell = remote_shell(way) if others or options.host_discovery_script is not None else []
     if others and not shell:
-        fact = f"{', '.join(others)}: other hosts than this one, and there is no ssh that could start workers there."
+        name = "ssh" if way is None else "srun"
+        fact = f"{', '.join(others)}: other hosts than this one, and there is no {name} that could start workers there."
         raise LaunchError(message(fact, fix="install it, or name another command with --rsh-command."))
     script, slots = None, sum(hosts.values())
     if options.host_discovery_script is not None:

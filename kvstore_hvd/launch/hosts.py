@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from kvstore_hvd.base.limits import limit_of, open_below
@@ -26,7 +27,8 @@ _ENTRY = re.compile(
 _RANGE = r"\d{1,18}(?:-\d{1,18})?"
 _PART = rf"(?!-)(?:[\w.-]|\[{_RANGE}(?:,{_RANGE})*\])+"
 _NODES = re.compile(rf"{_PART}(?:,{_PART})*", re.ASCII)
-_TASKS = re.compile(r"\d{1,9}(?:\(x\d{1,9}\))?(?:,\d{1,9}(?:\(x\d{1,9}\))?)*", re.ASCII)
+_COUNT = r"[1-9]\d{0,8}"
+_TASKS = re.compile(rf"{_COUNT}(?:\(x{_COUNT}\))?(?:,{_COUNT}(?:\(x{_COUNT}\))?)*", re.ASCII)
 _MOST_HOSTS, _MOST_BRACKETS = 1 << 16, 5
 # Without an answer in this time, a name is none of this host.
 _LOOK_UP_S, _LOOK_UP_THREADS = 2.0, 32
@@ -53,7 +55,7 @@ SRUN = "srun --nodes=1 --ntasks=1 --overlap --mem=0 --cpu-bind=none --mpi=none -
 def check_count(count: int) -> None:
     """Refuse a number of workers that cannot be."""
     if count > MAX_WORKERS:
-        fact = f"-np {count}: a job has at most {MAX_WORKERS} workers on one host."
+        fact = f"{count} workers: a job has at most {MAX_WORKERS} workers on one host."
         raise LaunchError(message(fact, fix="start fewer workers."))
     files = limit_of(resource.RLIMIT_NOFILE)
     if files == resource.RLIM_INFINITY:
@@ -117,15 +119,19 @@ def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
     hosts = list(itertools.islice((host for part in parts for host in _each(part)), _MOST_HOSTS + 1))
     if len(hosts) > _MOST_HOSTS:
         raise LaunchError(message(f"SLURM_JOB_NODELIST={nodes} has more than {_MOST_HOSTS} hosts.", fix=fix))
-    if not hosts or len(set(hosts)) < len(hosts):
+    if not hosts:
         raise LaunchError(message(f"SLURM_JOB_NODELIST={nodes} is not a list of hosts such as node[1-4].", fix=fix))
+    host, times = Counter(host.lower() for host in hosts).most_common(1)[0]
+    if times > 1:
+        raise LaunchError(message(f"SLURM_JOB_NODELIST={nodes} names the host '{host}' twice.", fix=fix))
     if len(hosts) == 1:
         return None
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks) if _TASKS.fullmatch(tasks) else []
     every = (int(count) for count, times in found for _ in range(int(times or 1)))
     counts = list(itertools.islice(every, len(hosts) + 1))
     if len(hosts) != len(counts):
-        fact = f"SLURM_TASKS_PER_NODE={tasks} does not tell the tasks of each host in SLURM_JOB_NODELIST={nodes}."
+        fact = f"SLURM_TASKS_PER_NODE={tasks} does not tell the tasks of each host in SLURM_JOB_NODELIST={nodes}"
+        fact += ", one or more."
         raise LaunchError(message(fact, fix=fix))
     return dict(zip(hosts, counts))
 
@@ -205,11 +211,11 @@ def machine_of(host: str) -> str:
 
 
 def remote_shell(text: str | None) -> list[str]:
-    """The words of ``--rsh-command``, by default ssh, with the options that a job needs; empty if there is no ssh."""
+    """The words of ``--rsh-command``, by default ssh, with the options that a job needs; empty without ssh or srun."""
     import shlex  # the launcher of one host starts without both
     import shutil
 
-    if text is None and shutil.which("ssh") is None:
+    if text in (None, SRUN) and shutil.which("ssh" if text is None else "srun") is None:
         return []
     try:
         words = shlex.split("ssh" if text is None else text)

@@ -166,7 +166,7 @@ def test_as_many_workers_as_the_engine_and_open_files_allow(monkeypatch):
         hosts.check_count(25)
     limit(resource.RLIMIT_NOFILE, resource.RLIM_INFINITY)
     hosts.check_count(256)
-    with pytest.raises(LaunchError, match="-np 257: a job has at most 256 workers on one host"):
+    with pytest.raises(LaunchError, match=r"^257 workers: a job has at most 256 workers on one host"):
         hosts.check_count(257)
 
 
@@ -351,6 +351,8 @@ def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
     assert command.main(["/bin/true"]) == 2
     assert "SLURM_TASKS_PER_NODE= does not tell the tasks of each host in SLURM" in capfd.readouterr().err
     monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+    assert command.main(["/bin/true"]) == 2
+    assert "a1, a2: other hosts than this one, and there is no srun that" in capfd.readouterr().err
     (tmp_path / "srun").symlink_to("/bin/true")
     made = plan("/bin/true")
     assert (made.settings.max_np, made.shell[0]) == (4, "srun")
@@ -369,12 +371,17 @@ def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
         ("n[1-99999999]", "1(x99999999)", "has more than 65536 hosts"),
         ("n[2-1],", "", "is not a list of hosts"),
         ("n[2-1]", "", "is not a list of hosts"),
-        ("n1,n1", "1(x2)", "is not a list of hosts"),
+        ("n1,,n2", "1(x2)", "is not a list of hosts"),
+        ("n1,n1", "1(x2)", "names the host 'n1' twice"),
+        ("N[1-2],n1", "1(x3)", "names the host 'n1' twice"),
         ("n" + "[1-2]" * 1500, "1(x2)", "is not a list of hosts"),
         ("-oproxycommand,n1", "1(x2)", "is not a list of hosts"),
         ("n1\x1b[2J,n2", "1(x2)", "n1\\x1b[2J,n2 is not a list of hosts"),
         ("n[1-2]", "1(x99999999999)", "does not tell the tasks of each host"),
         ("n[1-2]", "1(x999999999)", "does not tell the tasks of each host"),
+        ("n[1-2]", "0(x2)", "does not tell the tasks of each host"),
+        ("n[1-2]", "0,1", "does not tell the tasks of each host"),
+        ("n[1-2]", "1(x0),1(x2)", "does not tell the tasks of each host"),
     ],
 )
 def test_lists_of_slurm_that_are_none(capfd, monkeypatch, nodes, tasks, fact):
