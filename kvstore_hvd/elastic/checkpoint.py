@@ -53,6 +53,9 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
     except BlockingIOError:
         fact, fix = f"another process is writing {path}.", "end the other job, or give each a file of its own."
         raise InvalidRequestError(message(fact, operation="save", fix=fix)) from None
+    except IsADirectoryError:
+        fact, fix = f"{unfinished}, where {path} is written first, is a folder.", "move it, or name another file."
+        raise InvalidRequestError(message(fact, operation="save", fix=fix)) from None
     with io.BufferedWriter(new) as file:
         try:
             keep_mode(file.fileno(), path)

@@ -140,7 +140,7 @@ def test_a_checkpoint_is_a_new_file(tmp_path, kind):
     assert (victim.read_text(), kept(tmp_path), where.is_symlink()) == ("mine", 6, False)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "victim"]
     part.mkdir()
-    with pytest.raises(IsADirectoryError):
+    with pytest.raises(InvalidRequestError, match=rf"{part}, where .* is a folder\.\n  Fix: move it"):
         state(step=7).save(where)
     assert kept(tmp_path) == 6
 
