@@ -7,6 +7,7 @@ since the recording began. Parts are read line by line: a timeline need not fit 
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import IO, Any
 
-from kvstore_hvd.base.files import keep_mode
+from kvstore_hvd.base.files import keep_mode, open_alone
 from kvstore_hvd.native.records import TimelineEvent
 from kvstore_hvd.recording.parts import Header, read_header, read_lines
 
@@ -45,8 +46,9 @@ def write_trace(target: str, parts: Sequence[str]) -> Summary:
         raise ValueError(f"not a part of a timeline: {', '.join(strange) or 'nothing was given'}")
     trace = _Trace(min((header for _, header in headers), key=lambda header: header.monotonic_ns - header.ahead_ns))
     temporary = f"{target}.{os.getpid()}.tmp"
+    new = open_alone(temporary)
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with io.TextIOWrapper(io.BufferedWriter(new), encoding="utf-8") as file:
             keep_mode(file.fileno(), target)
             trace.write(file, headers)
         os.replace(temporary, target)

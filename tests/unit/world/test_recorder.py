@@ -177,6 +177,17 @@ def test_a_file_that_is_no_part_raises_and_changes_nothing(tmp_path):
     assert target.read_text() == "before"
 
 
+def test_a_trace_is_a_new_file(tmp_path):
+    """A link that lies where it is written first is removed, not followed."""
+    target, victim = tmp_path / "t", tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / f"t.{os.getpid()}.tmp").symlink_to(victim)
+    part = write_part(target, header(0, 1), event())
+    write_trace(str(target), [part])
+    assert (victim.read_text(), target.is_symlink()) == ("mine", False)
+    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["t", "victim", os.path.basename(part)])
+
+
 def test_only_the_latest_session_counts(tmp_path, capsys):
     target = tmp_path / "t"
     write_part(target, Header("old", 2, 3, "host", 1, False, 0, 10**17), event())
