@@ -106,7 +106,7 @@ fuzz: dev
 faults: dev $(VENV)/.native
 	$(BIN)/python tests/faults/run.py $(FAULTS)
 
-# The reference of all public names: build/api/index.html. Classes that need MXNet are made when they are asked for.
+# The reference of all public names: build/api/index.html. Modules that need MXNet are imported when a name is asked for.
 api: dev
 	$(PIP) 'pdoc>=14'
 	$(BIN)/python -c 'import kvstore_hvd as k, kvstore_hvd.elastic as e, kvstore_hvd.mxnet as m; \

@@ -111,7 +111,8 @@ if not TYPE_CHECKING:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "Horovod":  # derives from a class of MXNet's, which may be absent
-            value = importlib.import_module("kvstore_hvd.store.kvstore").make_store_class()
+            importlib.import_module("kvstore_hvd.mxnet_compat").require_mxnet()
+            value = importlib.import_module("kvstore_hvd.store.kvstore").Horovod
         else:
             homes = (importlib.import_module(f"kvstore_hvd.{home}") for home in _HOMES)
             value = next(getattr(home, name) for home in homes if name in home.__all__)
@@ -136,12 +137,11 @@ def _before_mxnet() -> None:
 def _after_mxnet() -> None:
     """Register the store and make all other changes."""
     from kvstore_hvd import mxnet_compat
-    from kvstore_hvd.store.kvstore import make_store_class
-    from kvstore_hvd.world.process import current
 
     if _config().numpy_shim:
         mxnet_compat.numpy_shim.finish()
-    mxnet_compat.install_hooks(make_store_class, current().expected_size, current().adapter_for_gradients)
+    if "kvstore_hvd.store.kvstore" not in sys.modules:  # else it is importing MXNet itself, and goes on afterwards
+        importlib.import_module("kvstore_hvd.store.kvstore")
 
 
 _prepare_mxnet()

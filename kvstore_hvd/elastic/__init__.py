@@ -13,11 +13,11 @@ def train(state):
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 # Before its modules: a thread that imports one of them alone, and another that imports the package, deadlock.
 from kvstore_hvd import mxnet as _mxnet  # noqa: F401  # isort: skip
-from kvstore_hvd.elastic import sampler as _sampler
 from kvstore_hvd.elastic.gluon_state import GluonState
 from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler
 from kvstore_hvd.elastic.notification import notification_manager
@@ -26,6 +26,7 @@ from kvstore_hvd.elastic.run import run, run_fn
 from kvstore_hvd.elastic.state import ObjectState, State
 from kvstore_hvd.elastic.updates import HostUpdateResult
 from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt
+from kvstore_hvd.mxnet_compat import require_mxnet as _require_mxnet
 
 __all__ = [
     "ElasticSampler",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in _sampler.__all__:
-            return getattr(_sampler, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name != "ElasticSampler":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _require_mxnet()  # its class derives from one of MXNet's
+        return importlib.import_module("kvstore_hvd.elastic.sampler").ElasticSampler

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.elastic.sampler import SamplerMethods
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.store.arrays import buffer_like
 from kvstore_hvd.store.arrays import copy as copy_array
 
-__all__ = ["deep_copy", "named_copies"]
+__all__ = ["deep_copy", "is_sampler", "named_copies"]
+
+
+def is_sampler(value: Any) -> bool:
+    """Whether it is an `ElasticSampler`. Does not import MXNet."""
+    module = sys.modules.get("kvstore_hvd.elastic.sampler")
+    return module is not None and isinstance(value, module.ElasticSampler)
 
 
 def deep_copy(value: Any) -> Any:
@@ -64,7 +70,7 @@ def _arrays_in(value: Any) -> list[Any]:
             waiting += [*one.keys(), *one.values()]
         elif isinstance(one, (list, tuple, set, frozenset)):
             waiting += one
-        elif isinstance(one, SamplerMethods):
+        elif is_sampler(one):
             fact = "an ElasticSampler among the values would give every worker rank 0's share of the samples."
             fix = "pass it to GluonState(sampler=...) under a name of its own, or keep it outside of the state."
             raise InvalidRequestError(message(fact, operation="state", fix=fix))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
+from kvstore_hvd.elastic.copies import is_sampler
 from kvstore_hvd.elastic.handlers import StateHandler
 from kvstore_hvd.elastic.parameters import ParametersHandler
-from kvstore_hvd.elastic.sampler import SamplerMethods
 from kvstore_hvd.elastic.sampler_handler import SamplerHandler
 from kvstore_hvd.elastic.trainers import TrainerHandler
 
@@ -35,7 +35,7 @@ _registry: Registry = [
     (_kind("Block", mxnet_compat.is_block), ParametersHandler),
     (_kind("Parameters", mxnet_compat.is_parameters), ParametersHandler),
     (_kind("Trainer", mxnet_compat.is_trainer), TrainerHandler),
-    (SamplerMethods, SamplerHandler),
+    (_kind("ElasticSampler", is_sampler), SamplerHandler),
 ]
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import mxnet as mx
 import numpy as np
 
-from kvstore_hvd import log, mxnet_compat
+from kvstore_hvd import log
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.world import process
 
@@ -19,7 +19,7 @@ __all__ = ["ElasticSampler"]
 Indices = Any  # numpy.ndarray of int64
 
 
-class SamplerMethods:
+class ElasticSampler(mx.gluon.data.Sampler):
     """Splits the samples of a dataset among the workers, and remembers which of them were processed.
 
     In every world the remaining samples are dealt out in *rows*, one sample for each worker; an incomplete last row is
@@ -296,27 +296,3 @@ class SamplerMethods:
     def _text(self, operation: str, fact: str, fix: str) -> str:
         speaker = process.current().topology.speaker
         return message(fact, **speaker, operation=f"ElasticSampler.{operation}", fix=fix)
-
-
-@functools.cache
-def _make() -> type:
-    try:
-        base = mxnet_compat.require_mxnet().gluon.data.Sampler
-    except mxnet_compat.MXNetUnavailableError:
-        base = object  # other loaders ask for the methods only
-    namespace = {"__doc__": SamplerMethods.__doc__, "__module__": __name__}
-    return type("ElasticSampler", (SamplerMethods, base), namespace)
-
-
-if TYPE_CHECKING:
-
-    class ElasticSampler(SamplerMethods, Any):
-        """See `SamplerMethods`; as type checkers see it."""
-
-else:
-
-    def __getattr__(name: str) -> Any:
-        # The class derives from one of MXNet's: it is made when it is asked for.
-        if name in __all__:
-            return _make()
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

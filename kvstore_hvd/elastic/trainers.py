@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import kvstore_hvd
+from kvstore_hvd import mxnet as hvd
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.elastic.array_handlers import Arrays, ArraysHandler, Details
 from kvstore_hvd.elastic.copies import deep_copy, named_copies
 from kvstore_hvd.elastic.images import Spec, spec_of
 from kvstore_hvd.errors import InvalidRequestError, message
-from kvstore_hvd.mxnet.optimizer import OptimizerMethods, TrainerMethods
 from kvstore_hvd.mxnet_compat.hooks import ALIAS, NAME
 from kvstore_hvd.store.arrays import new_array
-from kvstore_hvd.store.kvstore import StoreMethods
 
 __all__ = ["TrainerHandler"]
 
@@ -50,7 +50,7 @@ class TrainerHandler(ArraysHandler):
             "optimizer": named_copies(settings, type(optimizer).__name__),
             "scaler": None if scaler is None else deep_copy(vars(scaler)),
             "trainer": {name: vars(trainer)[name] for name in _ATTRIBUTES if name in vars(trainer)},
-            "distributed": isinstance(trainer, TrainerMethods),
+            "distributed": isinstance(trainer, hvd.DistributedTrainer),
             "states": states,
             "class": type(optimizer).__name__,
             "parameters": len(trainer._params),
@@ -62,7 +62,7 @@ class TrainerHandler(ArraysHandler):
         """See `ArraysHandler.fault`."""
         trainer = self.value
         kinds = ("Trainer of Gluon", "DistributedTrainer")
-        here, there = kinds[isinstance(trainer, TrainerMethods)], kinds[details["distributed"]]
+        here, there = kinds[isinstance(trainer, hvd.DistributedTrainer)], kinds[details["distributed"]]
         if here != there:
             return f"the Trainer is a {here} here, but a {there} there."
         here, there = type(_innermost(trainer)).__name__, details["class"]
@@ -87,12 +87,12 @@ class TrainerHandler(ArraysHandler):
     def own(self) -> dict[str, Any]:
         """See `ArraysHandler.own`: the residuals of 2bit gradient compression."""
         store = self.value._kvstore
-        return store._residuals() if isinstance(store, StoreMethods) else {}
+        return store._residuals() if isinstance(store, kvstore_hvd.Horovod) else {}
 
     def restore_own(self, saved: dict[str, Any]) -> None:
         """See `ArraysHandler.restore_own`."""
         store = self.value._kvstore
-        if isinstance(store, StoreMethods):
+        if isinstance(store, kvstore_hvd.Horovod):
             store._set_residuals(saved)
 
     def conform(self, details: Details, specs: Sequence[Spec]) -> Sequence[tuple[Any, int]]:
@@ -130,7 +130,7 @@ def _check(trainer: Any) -> None:
 def _innermost(trainer: Any) -> Any:
     """The optimizer that has the settings: a `DistributedOptimizer` hands them on to the one inside it."""
     optimizer = trainer._optimizer
-    while isinstance(optimizer, OptimizerMethods):
+    while isinstance(optimizer, hvd.DistributedOptimizer):
         optimizer = vars(optimizer)["_optimizer"]
     return optimizer
 
@@ -144,7 +144,7 @@ def _has_our_store(trainer: Any) -> bool:
     asked = trainer._kvstore_params
     if not trainer._kv_initialized and isinstance(asked["kvstore"], str) and asked["kvstore"].lower() in STORE_NAMES:
         asked["kvstore"] = mxnet.kvstore.create(asked["kvstore"])
-    return isinstance(trainer._kvstore if trainer._kv_initialized else asked["kvstore"], StoreMethods)
+    return isinstance(trainer._kvstore if trainer._kv_initialized else asked["kvstore"], kvstore_hvd.Horovod)
 
 
 # -- Settings; others may hold references to them, so that objects stay the same ----------------------------------

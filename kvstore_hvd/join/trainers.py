@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+import kvstore_hvd
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config
@@ -22,7 +23,6 @@ from kvstore_hvd.join.joinable import Joinable, JoinHook
 from kvstore_hvd.join.pauses import Pauses
 from kvstore_hvd.native.records import Missed
 from kvstore_hvd.store.keys import wire_name
-from kvstore_hvd.store.kvstore import StoreMethods
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 from kvstore_hvd.world.stall import is_stopped
@@ -61,7 +61,7 @@ class _TrainerJoinable(Joinable):
     def __init__(self, trainer: Any) -> None:
         super().__init__()
         self._trainer = trainer
-        self.store: StoreMethods = _store_of(trainer)
+        self.store: kvstore_hvd.Horovod = _store_of(trainer)
         self._weight = 1.0  # of the step without input that is under way
         self._divisor = 1.0  # what MXNet divides the gradients of the present step by
 
@@ -320,7 +320,7 @@ class TrainerHook(JoinHook):
         return wire_name(self._joinable.store._namespace, key)
 
 
-def _store_of(trainer: Any) -> StoreMethods:
+def _store_of(trainer: Any) -> kvstore_hvd.Horovod:
     """The store of a Trainer, made now if it is not yet: its name must be known before the first step."""
     import mxnet
 
@@ -328,7 +328,7 @@ def _store_of(trainer: Any) -> StoreMethods:
     if isinstance(store, str):
         with contextlib.suppress(ValueError, mxnet.base.MXNetError):
             store = trainer._kvstore_params["kvstore"] = mxnet.kvstore.create(store)
-    if not isinstance(store, StoreMethods):
+    if not isinstance(store, kvstore_hvd.Horovod):
         fact, fix = "it does not exchange gradients.", "create it with kvstore='horovod', or as a DistributedTrainer."
         speaker = process.current().topology.speaker
         raise InvalidRequestError(message(fact, **speaker, operation="Join", name="Trainer", fix=fix))

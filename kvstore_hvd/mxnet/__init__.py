@@ -13,8 +13,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd.errors import HorovodInternalError
-from kvstore_hvd.mxnet import optimizer as _optimizer
-from kvstore_hvd.mxnet import sync_batch_norm as _sync_batch_norm
 from kvstore_hvd.mxnet.compression import Compression
 from kvstore_hvd.mxnet.functions import (
     allgather_object,
@@ -70,6 +68,7 @@ from kvstore_hvd.mxnet.mpi_ops import (
     start_timeline,
     stop_timeline,
 )
+from kvstore_hvd.mxnet_compat import require_mxnet as _require_mxnet
 
 __all__ = [
     "Adasum",
@@ -135,11 +134,18 @@ if TYPE_CHECKING:
     from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
     from kvstore_hvd.mxnet.sync_batch_norm import SyncBatchNorm
 else:
+    # Their classes derive from MXNet's, which may be absent.
+    _HOMES = {
+        "DistributedOptimizer": "optimizer",
+        "DistributedTrainer": "optimizer",
+        "SyncBatchNorm": "sync_batch_norm",
+    }
 
     def __getattr__(name: str) -> Any:
         if name == "elastic":  # stands above this package
             return importlib.import_module("kvstore_hvd.mxnet.elastic")
-        for module in (_optimizer, _sync_batch_norm):
-            if name in module.__all__:
-                return getattr(module, name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _require_mxnet()
+        value = globals()[name] = getattr(importlib.import_module(f"kvstore_hvd.mxnet.{_HOMES[name]}"), name)
+        return value

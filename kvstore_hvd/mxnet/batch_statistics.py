@@ -20,11 +20,13 @@ ask for such space, in the program's thread: hence all workers must apply their 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any, Optional
+
+import mxnet as mx
+import numpy as np
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, message
@@ -35,10 +37,9 @@ from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
 from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.keys import Call, Group
 from kvstore_hvd.store.operations import SUM
-from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 
-__all__ = ["OPERATION", "StatisticsExchange", "operator_type"]
+__all__ = ["OPERATION", "StatisticsExchange"]
 
 OPERATION = "SyncBatchNorm"
 _MOST = 1e30  # elements; `clip` has two limits, of float32
@@ -54,8 +55,6 @@ class Exchange:
 
     def gather(self, numbers: Any) -> Any:
         """Every worker's vector as a row of a matrix; asynchronous."""
-        import mxnet as mx
-
         topology = self.world.topology
         table = mx.nd.zeros((topology.size, *numbers.shape), mxnet_compat.context_of(numbers), numbers.dtype)
         table[topology.rank] = numbers
@@ -108,7 +107,7 @@ _keys = itertools.count()
 _exchanges: weakref.WeakValueDictionary[int, StatisticsExchange] = weakref.WeakValueDictionary()
 
 
-class OperatorMethods:
+class Operator(mx.operator.CustomOp):
     """(shift, sum, sum of squares, size, gamma, beta; running mean, running variance) to (g, b), as said above."""
 
     # The sums are those of the array less the shift of each channel.
@@ -137,8 +136,6 @@ class OperatorMethods:
         aux: Sequence[Any],
     ) -> None:
         """See ``mxnet.operator.CustomOp``."""
-        import mxnet as mx
-
         with mx.util.np_shape(True):
             shift, total, squares, size, gamma, beta = _wide(in_data)
             if self._fix_gamma:
@@ -164,8 +161,6 @@ class OperatorMethods:
 
     def _merge(self, mean: Any, variance: Any, running: Sequence[Any]) -> None:
         """Exchange the statistics, and update the running ones."""
-        import mxnet as mx
-
         channels = mean.shape[0]
         self._own = mx.nd.sqrt(mx.nd.broadcast_add(variance, self._number(self._eps, variance)))  # s_k
         table = self._exchange.gather(mx.nd.concat(mean, variance, self._count, dim=0))  # type: ignore[union-attr]
@@ -195,8 +190,6 @@ class OperatorMethods:
         aux: Sequence[Any],
     ) -> None:
         """See ``mxnet.operator.CustomOp``. The gradients of gamma and beta are those of this worker's batch."""
-        import mxnet as mx
-
         with mx.util.np_shape(True):
             of_g, of_b = _wide(out_grad)
             zeros = of_total = of_squares = mx.nd.zeros_like(of_g)
@@ -234,16 +227,15 @@ class OperatorMethods:
     @staticmethod
     def _number(value: float, like: Any) -> Any:
         """As an array: operators with Python's numbers need temporary space."""
-        import mxnet as mx
-
         return mx.nd.array([value], mxnet_compat.context_of(like), like.dtype)
 
 
-class PropertyMethods:
+@mx.operator.register(SYNC_BATCH_NORM)
+class Property(mx.operator.CustomOpProp):
     """Describes the operator to MXNet; its parameters arrive as text."""
 
     def __init__(self, layer: str, eps: str, momentum: str, fix_gamma: str, is_empty: str) -> None:
-        super().__init__(need_top_grad=True)  # type: ignore[call-arg]
+        super().__init__(need_top_grad=True)
         self._layer = int(layer)
         self._rest = float(eps), float(momentum), fix_gamma == "True", is_empty == "True"
 
@@ -266,31 +258,12 @@ class PropertyMethods:
 
     def infer_type(self, in_type: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
         """Dtypes of inputs, outputs and states: those of the parameters, but for the size."""
-        import numpy as np
-
         dtype = in_type[0]
         return [dtype] * 3 + [np.int64, dtype, dtype], [dtype] * 2, [dtype] * 2
 
     def create_operator(self, ctx: Any, in_shapes: Sequence[Sequence[int]], in_dtypes: Sequence[Any]) -> Any:
         """The operator, made when a forward pass is submitted or a graph is made."""
-        return _operator()(_exchanges.get(self._layer), *self._rest)
-
-
-@functools.cache
-def operator_type() -> str:
-    """What MXNet knows the operator by; registers it first, and has MXNet finish before the process ends."""
-    import mxnet as mx
-
-    process.register_exit_handler()
-    mx.operator.register(SYNC_BATCH_NORM)(type("Property", (PropertyMethods, mx.operator.CustomOpProp), {}))
-    return SYNC_BATCH_NORM
-
-
-@functools.cache
-def _operator() -> type:
-    import mxnet as mx
-
-    return type("Operator", (OperatorMethods, mx.operator.CustomOp), {})
+        return Operator(_exchanges.get(self._layer), *self._rest)
 
 
 def _wide(arrays: Sequence[Any]) -> list[Any]:
@@ -309,8 +282,6 @@ def _assign(req: str, result: Any, place: Any) -> None:
 
 def _over_rows(table: Any) -> Any:
     """The sum of a matrix's rows, from the first one to the last one."""
-    import mxnet as mx
-
     return mx.nd.cumsum(table, axis=0)[table.shape[0] - 1]
 
 

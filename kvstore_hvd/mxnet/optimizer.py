@@ -9,14 +9,16 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+import mxnet as mx
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.store.arrays import copy
-from kvstore_hvd.store.kvstore import make_store_class
+from kvstore_hvd.store.kvstore import Horovod
 from kvstore_hvd.store.operations import Reduction, submit_all
 from kvstore_hvd.world.member import Member
 
@@ -55,13 +57,13 @@ class _PresentScale:
 
     def __set__(self, trainer: Any, value: float) -> None:
         # AMP keeps a copy of one scale as another one: it stays as exact as that is, whatever the world becomes.
-        known = [vars(trainer).get(name) for name in TrainerMethods._SCALES]
+        known = [vars(trainer).get(name) for name in DistributedTrainer._SCALES]
         workers = trainer._workers
         same = [each for each in known if each is not None and each.among(workers) == value]
         vars(trainer)[self._name] = same[0] if same else Scale(value, workers)
 
 
-class TrainerMethods:
+class DistributedTrainer(mx.gluon.Trainer):
     """A Gluon Trainer that averages gradients over all devices of all workers of a process set.
 
     ``step(batch_size)`` takes the batch size of one worker; sums are divided by the present number of workers. Initial
@@ -100,9 +102,6 @@ class TrainerMethods:
     #: Of mxnet.gluon.Trainer, and of its AMP.
     _scale = _PresentScale()
     _amp_original_scale = _PresentScale()
-    _params: list[Any]
-    _kvstore: Any
-    _optimizer: Any
 
     def __init__(
         self,
@@ -116,7 +115,7 @@ class TrainerMethods:
         process_set: ProcessSet = global_process_set,
         sparse_as_dense: bool = False,
     ) -> None:
-        if isinstance(optimizer, OptimizerMethods):
+        if isinstance(optimizer, DistributedOptimizer):
             text = "DistributedTrainer does not take a DistributedOptimizer: the optimizer inside it is used."
             warnings.warn(text, stacklevel=2)
             optimizer = optimizer.unwrap()
@@ -131,9 +130,9 @@ class TrainerMethods:
         self._is_compressed_here = not store_type(compression)
         if not self._is_compressed_here:
             store.set_gradient_compression({"type": store_type(compression)})
-        super().__init__(params, optimizer, optimizer_params, kvstore=store, update_on_kvstore=False)  # type: ignore[call-arg]
+        super().__init__(params, optimizer, optimizer_params, kvstore=store, update_on_kvstore=False)
         # Not in the reduction: gradients stay where they are summed, and AMP reads the scale from here.
-        vars(self)["_scale"] = Scale(self._optimizer.rescale_grad * gradient_predivide_factor, workers=1)
+        self.__dict__["_scale"] = Scale(self._optimizer.rescale_grad * gradient_predivide_factor, workers=1)
         if prefix:
             names = getattr(self, "_kvstore_hvd_names", {})
             self._kvstore_hvd_names = {id(each): prefix + names.get(id(each), each.name) for each in self._params}
@@ -145,13 +144,13 @@ class TrainerMethods:
 
     def _allreduce_grads(self) -> None:
         if self._world.topology.is_outside:
-            super()._allreduce_grads()  # type: ignore[misc]
+            super()._allreduce_grads()
             return
         widens = self._sparse_as_dense and any(
             parameter.grad_req != "null" and parameter._grad_stype != "default" for parameter in self._params
         )
         if not (self._is_compressed_here or widens):
-            super()._allreduce_grads()  # type: ignore[misc]
+            super()._allreduce_grads()
             return
         reduce = self._allreduce_compressed if self._is_compressed_here else self._allreduce
         submit_all(
@@ -171,7 +170,7 @@ class TrainerMethods:
                 copy(self._compression.decompress(each, context), gradient)
 
 
-class OptimizerMethods:
+class DistributedOptimizer(mx.optimizer.Optimizer):
     """Wraps an optimizer, for ``Module``: averages gradients over the workers before the inner optimizer uses them.
 
     Everything else is the inner optimizer's. Every worker must make its optimizers in the same order.
@@ -200,38 +199,36 @@ class OptimizerMethods:
         process_set: ProcessSet = global_process_set,
         sparse_as_dense: bool = False,
     ) -> None:
-        mx = mxnet_compat.require_mxnet()
-
-        if isinstance(optimizer, OptimizerMethods) or not isinstance(optimizer, mx.optimizer.Optimizer):
+        if isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer, mx.optimizer.Optimizer):
             fact, fix = f"the optimizer is a {type(optimizer).__name__}.", "pass one of mx.optimizer."
             _refuse("DistributedOptimizer", fact, fix)
         store = _store_for("DistributedOptimizer", gradient_predivide_factor, num_groups, process_set)
         dense = _checked_flag("DistributedOptimizer", sparse_as_dense)
-        vars(self).update(_optimizer=optimizer, _store=store, _factor=gradient_predivide_factor, _set=process_set)
-        vars(self)["_sparse_as_dense"] = dense
+        self.__dict__.update(_optimizer=optimizer, _store=store, _factor=gradient_predivide_factor, _set=process_set)
+        self.__dict__["_sparse_as_dense"] = dense
 
     def unwrap(self) -> Any:
         """The inner optimizer, whose ``rescale_grad`` is not divided by the number of workers."""
-        return vars(self)["_optimizer"]
+        return self._optimizer
 
     @property
     def _kvstore_hvd_store(self) -> Any:
         """What it exchanges gradients with. For the hooks."""
-        return vars(self)["_store"]
+        return self._store
 
     def _kvstore_hvd_adopt(self, optimizer: Any) -> None:
         """Take another optimizer inside, which was loaded from a file. For the hooks."""
-        vars(self)["_optimizer"] = optimizer
+        self.__dict__["_optimizer"] = optimizer
 
     # MXNet sets and reads attributes of an optimizer (its learning rate, its counts): they are the inner one's.
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or "_optimizer" not in vars(self):  # while it is being copied
+        if name.startswith("__") or "_optimizer" not in self.__dict__:  # while it is being copied
             raise AttributeError(name)
-        return getattr(vars(self)["_optimizer"], name)
+        return getattr(self.__dict__["_optimizer"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(vars(self)["_optimizer"], name, value)
+        setattr(self.__dict__["_optimizer"], name, value)
 
     def __reduce__(self) -> Any:
         """A copy elsewhere would not exchange anything."""
@@ -267,16 +264,16 @@ class OptimizerMethods:
     def _exchange(self, index: Any, grad: Any) -> None:
         several = isinstance(index, (list, tuple))
         submit_all(
-            functools.partial(_pushpull, self._store, key, gradient, vars(self)["_sparse_as_dense"])
+            functools.partial(_pushpull, self._store, key, gradient, self._sparse_as_dense)
             for key, gradient in (zip(index, grad) if several else [(index, grad)])
         )
 
     @contextlib.contextmanager
     def _averaging(self) -> Iterator[None]:
         """Within, the optimizer inside divides sums by the number of workers that there are."""
-        optimizer = vars(self)["_optimizer"]
+        optimizer = self._optimizer
         own = optimizer.rescale_grad
-        optimizer.rescale_grad = own * vars(self)["_factor"] / _members_of(vars(self)["_set"], self._store._member)
+        optimizer.rescale_grad = own * self._factor / _members_of(self._set, self._store._member)
         try:
             yield
         finally:
@@ -289,7 +286,7 @@ def _store_for(who: str, factor: Any, num_groups: Any, process_set: ProcessSet) 
         _refuse(who, f"gradient_predivide_factor is {factor!r}.", "pass a positive number.")
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         _refuse(who, f"num_groups is {num_groups!r}.", "pass an int that is not negative.")
-    return make_store_class()(process_set.world(who, or_outside=True), Reduction(prescale=1.0 / factor))
+    return Horovod(process_set.world(who, or_outside=True), Reduction(prescale=1.0 / factor))
 
 
 def _checked_flag(who: str, flag: Any) -> bool:
@@ -318,31 +315,3 @@ def _members_of(process_set: ProcessSet, world: Member) -> int:
 
 def _refuse(who: str, fact: str, fix: str) -> NoReturn:
     raise InvalidRequestError(message(fact, operation=who, fix=fix))
-
-
-@functools.cache
-def _make(name: str) -> type:
-    mx = mxnet_compat.require_mxnet()
-
-    methods, base = {
-        "DistributedTrainer": (TrainerMethods, mx.gluon.Trainer),
-        "DistributedOptimizer": (OptimizerMethods, mx.optimizer.Optimizer),
-    }[name]
-    return type(name, (methods, base), {"__doc__": methods.__doc__, "__module__": __name__})
-
-
-if TYPE_CHECKING:
-
-    class DistributedTrainer(TrainerMethods, Any):
-        """See `TrainerMethods`; as type checkers see it."""
-
-    class DistributedOptimizer(OptimizerMethods, Any):
-        """See `OptimizerMethods`; as type checkers see it."""
-
-else:
-
-    def __getattr__(name: str) -> Any:
-        # The classes derive from MXNet's: they are made when they are asked for.
-        if name in __all__:
-            return _make(name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import mxnet as mx
+import numpy as np
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange, operator_type
+from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
+from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
 
 __all__ = ["SyncBatchNorm"]
 
@@ -16,7 +19,7 @@ __all__ = ["SyncBatchNorm"]
 _PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 
 
-class SyncBatchNormMethods:
+class SyncBatchNorm(mx.gluon.nn.BatchNorm):
     """Batch normalization with the mean and variance of all workers' batches, which may differ in size.
 
     A ``mxnet.gluon.nn.BatchNorm`` in everything else: its parameters, their names and files, `cast`, `hybridize`, and
@@ -54,10 +57,6 @@ class SyncBatchNormMethods:
         The world is lost.
     """
 
-    # Of mxnet.gluon.nn.BatchNorm.
-    _kwargs: dict[str, Any]
-    gamma: Any
-
     def __init__(
         self,
         axis: int = 1,
@@ -74,7 +73,7 @@ class SyncBatchNormMethods:
         process_set: ProcessSet = global_process_set,
         **kwargs: Any,
     ) -> None:
-        super().__init__(  # type: ignore[call-arg]
+        super().__init__(
             axis=axis,
             momentum=momentum,
             epsilon=epsilon,
@@ -98,10 +97,31 @@ class SyncBatchNormMethods:
         for name in _PARAMETERS:
             getattr(self, name).shape = (x.shape[self._kwargs["axis"]],)
 
+    # What a block defines differs between MXNet's versions.
+    if hasattr(mx.gluon.nn.BatchNorm, "hybrid_forward"):
+
+        def hybrid_forward(self, F: Any, x: Any, *parameters: Any, **named: Any) -> Any:  # noqa: N803 - MXNet's name
+            """See ``mxnet.gluon.HybridBlock``."""
+            ordered = parameters or [named[name] for name in _PARAMETERS]
+            if isinstance(x, mx.sym.Symbol) and not self._kwargs["use_global_stats"]:
+                return self._normalized(x, *ordered)
+            if not isinstance(x, mx.sym.Symbol) and self._synchronizes(x):
+                return self._over_all(x, *ordered)
+            return super().hybrid_forward(F, x, *ordered)
+
+    else:
+
+        def forward(self, x: Any) -> Any:
+            """See ``mxnet.gluon.HybridBlock``."""
+            ordered = [getattr(self, name).data(x.device) for name in _PARAMETERS]
+            if mxnet_compat.is_tracing() and not self._kwargs["use_global_stats"]:
+                return self._normalized(x, *ordered)
+            if not mxnet_compat.is_tracing() and self._synchronizes(x):
+                return self._over_all(x, *ordered)
+            return super().forward(x)
+
     def _synchronizes(self, values: Any) -> bool:
         """Whether a forward pass over arrays needs the other workers; checks what can be checked beforehand."""
-        mx = mxnet_compat.require_mxnet()
-
         if not mx.autograd.is_training() or self._kwargs["use_global_stats"]:
             return False
         world, call = self._exchange.check()
@@ -117,8 +137,6 @@ class SyncBatchNormMethods:
 
     def _normalized(self, values: Any, *parameters: Any) -> Any:
         """The layer's operators, of arrays or in a graph."""
-        mx = mxnet_compat.require_mxnet()
-
         F = mx.sym if isinstance(values, mx.sym.Symbol) else mx.nd  # noqa: N806 - MXNet's name
         x, gamma, beta, *running = [each.as_nd_ndarray() for each in (values, *parameters)]
         is_empty = F is mx.nd and not mxnet_compat.is_tracing() and not x.size
@@ -128,7 +146,7 @@ class SyncBatchNormMethods:
         else:
             shifted, *statistics = self._statistics(F, x)
         options = {name: self._kwargs[name] for name in ("eps", "momentum", "fix_gamma")}
-        options.update(op_type=operator_type(), layer=self._exchange.key, is_empty=is_empty)
+        options.update(op_type=SYNC_BATCH_NORM, layer=self._exchange.key, is_empty=is_empty)
         g, b = F.Custom(*statistics, gamma, beta, *running, **options)
         if is_empty:  # MXNet's operator would make NaN of the running statistics
             shape = [-1 if each == self._kwargs["axis"] % x.ndim else 1 for each in range(x.ndim)]
@@ -144,8 +162,6 @@ class SyncBatchNormMethods:
     def _statistics(self, F: Any, x: Any) -> tuple[Any, Any, Any, Any, Any]:  # noqa: N803 - MXNet's name
         """`x` less a shift of each channel; the shifts; the sums and the sums of squares of that; the size of `x`."""
         # The shift is a mean of a few elements: numbers whose mean is large against their deviation lose no digits.
-        import numpy as np
-
         # As (before, channels, after). In graphs shapes are not known.
         axis = self._kwargs["axis"]
         shaped = x
@@ -174,45 +190,3 @@ class SyncBatchNormMethods:
 
         shift = F.cast(F.reshape(shift, shape=(-1,)), dtype=dtype)
         return F.reshape_like(shifted, x), shift, sum_of(wide), sum_of(F.square(wide)), F.BlockGrad(F.size_array(x))
-
-
-@functools.cache
-def _make() -> type:
-    mx = mxnet_compat.require_mxnet()
-
-    base = mx.gluon.nn.BatchNorm
-
-    def hybrid_forward(self: Any, F: Any, x: Any, *parameters: Any, **named: Any) -> Any:  # noqa: N803 - MXNet's name
-        ordered = parameters or [named[name] for name in _PARAMETERS]
-        if isinstance(x, mx.sym.Symbol) and not self._kwargs["use_global_stats"]:
-            return self._normalized(x, *ordered)
-        if not isinstance(x, mx.sym.Symbol) and self._synchronizes(x):
-            return self._over_all(x, *ordered)
-        return base.hybrid_forward(self, F, x, *ordered)
-
-    def forward(self: Any, x: Any) -> Any:
-        ordered = [getattr(self, name).data(x.device) for name in _PARAMETERS]
-        if mxnet_compat.is_tracing() and not self._kwargs["use_global_stats"]:
-            return self._normalized(x, *ordered)
-        if not mxnet_compat.is_tracing() and self._synchronizes(x):
-            return self._over_all(x, *ordered)
-        return base.forward(self, x)
-
-    # What a block defines differs between MXNet's versions.
-    method = hybrid_forward if hasattr(base, "hybrid_forward") else forward
-    description = {"__doc__": SyncBatchNormMethods.__doc__, "__module__": __name__, method.__name__: method}
-    return type("SyncBatchNorm", (SyncBatchNormMethods, base), description)
-
-
-if TYPE_CHECKING:
-
-    class SyncBatchNorm(SyncBatchNormMethods, Any):
-        """See `SyncBatchNormMethods`; as type checkers see it."""
-
-else:
-
-    def __getattr__(name: str) -> Any:
-        # The class derives from MXNet's: it is made when it is asked for.
-        if name in __all__:
-            return _make()
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

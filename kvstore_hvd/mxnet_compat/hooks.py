@@ -55,7 +55,6 @@ NAME = "horovod"
 # With 'dist' in the name even an MXNet without our wrappers creates the store; the store's .type stays NAME.
 ALIAS = "dist_horovod"
 
-StoreFactory = Callable[[], type]
 WorldSize = Callable[[], Optional[int]]
 Arena = Callable[[], Any]
 
@@ -74,14 +73,14 @@ _store: Optional[type] = None
 _arena: Arena = lambda: None  # noqa: E731
 
 
-def install_hooks(store_factory: StoreFactory, world_size: WorldSize, arena: Arena = lambda: None) -> None:
+def install_hooks(store: type, world_size: WorldSize, arena: Arena = lambda: None) -> None:
     """Make all changes to the MXNet that is imported. Calling it again replaces the store and `world_size`."""
     global _store, _arena
     import mxnet
 
     _arena = arena
-    _store = store_factory()
-    register_store(mxnet, _store)
+    _store = store
+    register_store(mxnet, store)
     engine_errors.register_errors(mxnet)
     exchanging.patch(mxnet, _is_ours_or_named_so)
     _patch_model(mxnet)

@@ -2,17 +2,19 @@
 
 Nothing here waits: an operation is handed to MXNet's engine, which starts it when its inputs are ready and lets nobody
 read its outputs before they are. Only `Horovod.barrier` and the constructor wait for other workers.
+
+Needs MXNet, and is imported as soon as MXNet is: importing it registers the store, and makes all changes to MXNet.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import mxnet as mx
 import numpy as np
 
 from kvstore_hvd import log, mxnet_compat, native
@@ -29,24 +31,10 @@ from kvstore_hvd.store.usage import Measured, Report, Usage
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 
-__all__ = ["StoreMethods", "make_store_class"]
+__all__ = ["Horovod"]
 
 
-@functools.cache
-def make_store_class() -> type:
-    """The class ``Horovod``, to be registered with MXNet; imports MXNet, and is always the same class."""
-    mx = mxnet_compat.require_mxnet()
-
-    # Importing MXNet registered its exit handler; ours has to come after it.
-    process.register_exit_handler()
-    return type(
-        "Horovod",
-        (StoreMethods, mx.kvstore.KVStoreBase),
-        {"__doc__": StoreMethods.__doc__, "__module__": __name__},
-    )
-
-
-class StoreMethods:
+class Horovod(mx.kvstore.KVStoreBase):
     """A KVStore that sums over all workers with allreduce and needs no servers.
 
     Created with ``mx.kv.create('horovod')``, any number of times; every store has its own keys, so two Trainers never
@@ -567,10 +555,8 @@ class StoreMethods:
 
 
 #: What stores have unless somebody has replaced it.
-_PUSHPULL = StoreMethods.pushpull
+_PUSHPULL = Horovod.pushpull
 
-
-if TYPE_CHECKING:
-
-    class Horovod(StoreMethods, Any):
-        """See `StoreMethods`; as type checkers see it."""
+# Importing MXNet registered its exit handler; ours has to come after it.
+process.register_exit_handler()
+mxnet_compat.install_hooks(Horovod, process.current().expected_size, process.current().adapter_for_gradients)

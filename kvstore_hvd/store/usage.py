@@ -41,7 +41,7 @@ _UNKNOWN = Measured(Statistics(0, 0, "", _NO_TIME, _NO_TIME, 0.0), "")
 
 
 class Report(dict[str, Any]):
-    """What `StoreMethods.report` returns: a dict that prints as a table."""
+    """What `Horovod.report` returns: a dict that prints as a table."""
 
     def __str__(self) -> str:
         calls = ", ".join(f"{number} {operation}" for operation, number in self["operations"].items()) or "nothing"
@@ -130,7 +130,7 @@ class Usage:
                 self.add(batch.operation, key, array_bytes, times)
 
     def report(self, names: Mapping[str, str], measured: Callable[[str], Measured | None]) -> dict[str, Any]:
-        """Totals, and counts by key; the entries are described in `StoreMethods.report`."""
+        """Totals, and counts by key; the entries are described in `Horovod.report`."""
         self._settle()
         everything = [*self._counts.values(), self._others]
         operations: dict[str, int] = {}

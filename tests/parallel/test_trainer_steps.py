@@ -10,7 +10,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, MismatchError, UnsupportedDtypeError
 from kvstore_hvd.mxnet_compat import engine_is_naive
-from kvstore_hvd.store.kvstore import StoreMethods
+from kvstore_hvd.store.kvstore import Horovod
 from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum, sum_of_ranks
 from support.gluon import array, is_mxnet_2, mlp, parameters, samples
@@ -27,14 +27,14 @@ not_naive = pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises ins
 def calls(monkeypatch):
     """What was asked of stores: 'step' for all gradients at once, or the keys of `pushpull`."""
     asked = []
-    exchange = StoreMethods._exchange
+    exchange = Horovod._exchange
 
     def spy(self, step):
         done = exchange(self, step)
         asked.append("step" if done else "no step")
         return done
 
-    monkeypatch.setattr(StoreMethods, "_exchange", spy)
+    monkeypatch.setattr(Horovod, "_exchange", spy)
     return asked
 
 

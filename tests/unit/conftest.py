@@ -39,7 +39,7 @@ def world(monkeypatch):
     registry.pop("horovod", None)
     monkeypatch.setattr(unsynchronised, "_broadcasts", 0)
     monkeypatch.setattr(unsynchronised, "_reductions", 0)
-    hooks.install_hooks(store_class, lambda: World.size)
+    hooks.install_hooks(store_class(), lambda: World.size)
     yield World
     registry.clear()
     registry.update(before)

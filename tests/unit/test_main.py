@@ -103,6 +103,7 @@ hvd.init()
 def test_arrays_of_numpy_need_none_and_what_does_says_so():
     """Each of the others is a KVHvdError with a fix; what is missing is an ImportError as before."""
     missing = ["kvstore_hvd.Horovod", "hvd.DistributedTrainer", "hvd.DistributedOptimizer", "hvd.SyncBatchNorm"]
+    missing.append("hvd.elastic.ElasticSampler")
     calls = [f"hvd.{name}(np.ones(2))" for name in ("allreduce", "allgather", "alltoall", "reducescatter")]
     program = f"""
 print(kvstore_hvd.allreduce(np.ones(2), 'x').tolist(), hvd.broadcast_object({{'a': 1}}, 0))

@@ -9,7 +9,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.mxnet import basics, mpi_ops, process_sets
-from kvstore_hvd.mxnet.optimizer import Scale, TrainerMethods
+from kvstore_hvd.mxnet.optimizer import DistributedTrainer, Scale
 from kvstore_hvd.mxnet.set_agreement import agreed_sets, row_of
 from kvstore_hvd.world.topology import Host, Topology
 
@@ -97,7 +97,7 @@ def test_process_sets_outside_of_a_world():
 
 def test_a_copied_scale_is_as_exact_as_the_original_in_every_world():
     """As AMP copies that of a `DistributedTrainer`: among 49 workers, and read where there is one again."""
-    trainer = TrainerMethods.__new__(TrainerMethods)
+    trainer = DistributedTrainer.__new__(DistributedTrainer)
     with pytest.raises(AttributeError, match="has no attribute '_amp_original_scale'"):
         trainer._amp_original_scale  # noqa: B018
     topology = SimpleNamespace(size=49, is_outside=False)

@@ -61,8 +61,11 @@ assert not [finder for finder in sys.meta_path if type(finder).__module__.starts
 """
 
 
-def test_mxnet_may_be_imported_later():
-    command = [sys.executable, "-W", "error::UserWarning:mxnet.kvstore", "-c", SCRIPT]
+@pytest.mark.parametrize("first", ["", "import kvstore_hvd.store.kvstore\n"])
+def test_mxnet_may_be_imported_later(first):
+    """By the program, or by the module that needs it."""
+    script = SCRIPT.replace("import mxnet\n", f"{first}import mxnet\n", 1)
+    command = [sys.executable, "-W", "error::UserWarning:mxnet.kvstore", "-c", script]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(100))
     assert done.returncode == 0, done.stderr
 

@@ -43,8 +43,13 @@ def test_metadata():
             "from kvstore_hvd.launch import command; command._options(['-np', '2', 'true'])",
             ("numpy", "kvstore_hvd.mxnet_compat", "inspect", "logging", "shutil", *OPTIONAL),
         ),
-        # The class of the store derives from one of MXNet's.
-        ("import kvstore_hvd as k; [getattr(k, name) for name in k.__all__ if name != 'Horovod']", OPTIONAL),
+        # These classes derive from MXNet's.
+        (
+            "import kvstore_hvd as k, kvstore_hvd.elastic as e, kvstore_hvd.mxnet as m; derived = "
+            "'DistributedOptimizer', 'DistributedTrainer', 'ElasticSampler', 'Horovod', 'SyncBatchNorm'; "
+            "[getattr(each, name) for each in (k, e, m) for name in each.__all__ if name not in derived]",
+            OPTIONAL,
+        ),
     ],
 )
 def test_import_needs_no_optional_library(imports, unneeded):
