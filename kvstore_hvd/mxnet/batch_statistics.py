@@ -33,7 +33,7 @@ from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet.calls import make_call, operations
 from kvstore_hvd.mxnet.process_sets import ProcessSet
-from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
+from kvstore_hvd.mxnet_compat.graph import SYNC_BATCH_NORM
 from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.keys import Call, Group
 from kvstore_hvd.store.operations import SUM

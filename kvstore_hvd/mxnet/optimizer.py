@@ -134,8 +134,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         # Not in the reduction: gradients stay where they are summed, and AMP reads the scale from here.
         self.__dict__["_scale"] = Scale(self._optimizer.rescale_grad * gradient_predivide_factor, workers=1)
         if prefix:
-            names = getattr(self, "_kvstore_hvd_names", {})
-            self._kvstore_hvd_names = {id(each): prefix + names.get(id(each), each.name) for each in self._params}
+            mxnet_compat.name_parameters(self, prefix)
 
     @property
     def _workers(self) -> int:
@@ -188,7 +187,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         As `DistributedTrainer`.
     """
 
-    #: For the hooks, see mxnet_compat/exchanging.py.
+    #: For the hooks, see mxnet_compat/optimizer.py.
     _kvstore_hvd_synchronised = True
 
     def __init__(

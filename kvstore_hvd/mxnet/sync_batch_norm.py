@@ -11,7 +11,7 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.mxnet_compat.graphs import SYNC_BATCH_NORM
+from kvstore_hvd.mxnet_compat.graph import SYNC_BATCH_NORM
 
 __all__ = ["SyncBatchNorm"]
 

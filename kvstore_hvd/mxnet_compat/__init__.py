@@ -1,11 +1,16 @@
-"""All knowledge of MXNet's, NumPy's and Python's versions, and everything that is changed in MXNet. Names only.
+"""All knowledge of MXNet's, NumPy's and Python's versions, and everything that is changed in MXNet.
 
-Importing this package imports neither MXNet nor NumPy.
+One file for each class of MXNet's: trainer.py, module.py, optimizer.py, parameter.py, graph.py. A changed method has
+one wrapper. Importing this package imports neither MXNet nor NumPy.
 """
 
 from __future__ import annotations
 
-from kvstore_hvd.mxnet_compat import numpy_shim
+import sys
+from collections.abc import Callable
+from typing import Any, Optional
+
+from kvstore_hvd.mxnet_compat import engine_errors, graph, hooks, module, numpy_shim, optimizer, parameter, trainer
 from kvstore_hvd.mxnet_compat.arrays import (
     address_of,
     bfloat16,
@@ -22,10 +27,7 @@ from kvstore_hvd.mxnet_compat.arrays import (
 )
 from kvstore_hvd.mxnet_compat.autograd import differentiable, is_in_graph, is_recording, is_tracing
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text, set_told, was_told
-from kvstore_hvd.mxnet_compat.exchanging import broadcasts_parameters
-from kvstore_hvd.mxnet_compat.gradients import set_to_zero
-from kvstore_hvd.mxnet_compat.hooks import install_hooks
-from kvstore_hvd.mxnet_compat.parameters import (
+from kvstore_hvd.mxnet_compat.parameter import (
     after_initialization,
     arrays_of,
     awaited_names,
@@ -37,15 +39,18 @@ from kvstore_hvd.mxnet_compat.parameters import (
     misfit,
     named_parameters,
     parameters_in,
+    set_to_zero,
     zero_added_gradients,
 )
-from kvstore_hvd.mxnet_compat.trainers import (
+from kvstore_hvd.mxnet_compat.trainer import (
+    broadcasts_parameters,
     count_on_own_devices,
     devices_of,
     is_trainer,
     joinable_of,
     key_of,
     labels_of,
+    name_parameters,
     note_joinable,
     states_in,
     trainers_of,
@@ -98,6 +103,7 @@ __all__ = [
     "labels_of",
     "libmxnet_path",
     "misfit",
+    "name_parameters",
     "named_parameters",
     "note_collective",
     "note_joinable",
@@ -117,3 +123,14 @@ __all__ = [
     "write_from",
     "zero_added_gradients",
 ]
+
+
+def install_hooks(
+    store: type, world_size: Callable[[], Optional[int]], arena: Callable[[], Any] = lambda: None
+) -> None:
+    """Make all changes to the MXNet that is imported. Calling it again replaces what it is given."""
+    mxnet = sys.modules["mxnet"]
+    hooks.register_store(mxnet, store, world_size, arena)
+    engine_errors.register_errors(mxnet)
+    for each in (module, optimizer, trainer, parameter, graph):
+        each.patch(mxnet)

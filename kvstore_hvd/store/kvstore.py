@@ -425,10 +425,6 @@ class Horovod(mx.kvstore.KVStoreBase):
         finally:
             self._left_out = ()
 
-    def _gradient_memory(self) -> native.MXNetAdapter | None:
-        """Where gradients lie that the workers of this store sum in place; None if nowhere. For the Trainer hook."""
-        return self._member.adapter_for_gradients()
-
     @contextlib.contextmanager
     def _averaging(self, weight: float) -> Iterator[None]:
         """Within, values are averaged by the workers' weights (see `native.Request`). For Trainers in a Join."""
@@ -533,14 +529,16 @@ class Horovod(mx.kvstore.KVStoreBase):
         how = self._reduction
         if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or how.is_scaled or how.threshold:
             return False
-        adapter, prepared = self._member.used_adapter, None
-        if not self._member.is_alone:
-            if adapter is not None:
-                prepared = step.prepared(adapter, self._name, self._wire_names)
-            if prepared is None:
-                return False
-        with self._member.submitting():
-            self._usage.add_batch(step.batch)
+        member = self._member
+        adapter = member.used_adapter
+        prepared = None if adapter is None else step.prepared(adapter, self._name, self._wire_names)
+        if prepared is None and not member.is_alone:
+            return False
+        with member.submitting():
+            if step.batch.times:
+                step.batch.times += 1
+            else:
+                self._usage.add_batch(step.batch)
             if adapter is not None and prepared is not None:
                 adapter.pushpull_step(prepared, how.as_half, how.op, how.weight)
         return True

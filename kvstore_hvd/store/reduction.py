@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ class Reduction:
     group: int = 0
     threshold: float = 0.0  # of 2bit compression; 0 is none
 
-    @property
+    @functools.cached_property
     def is_scaled(self) -> bool:
         """Whether the result differs from the value where there is only one."""
         return self.prescale != 1.0 or self.postscale != 1.0

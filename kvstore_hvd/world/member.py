@@ -381,7 +381,10 @@ class Member:
         # MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
         # is noticed whatever the program reads.
         mxnet_compat.set_told(False)
-        failure = None if self.is_alone else self.engine().health()
+        connection = self._connection
+        if connection is None and not self.is_alone:
+            connection = self._connected()  # raises
+        failure = None if connection is None else connection.engine.health()
         unread = None if self._holds_unread and failure is None else self._take_unread()
         if failure is not None:
             # An unread error came first, and may be why the others have left.

@@ -70,6 +70,8 @@ class Connection:
                     )
                 try:
                     self._arena = native.Arena(segment, place)
+                    #: Memory for arrays that the other workers of the host reduce in place; None where there is none.
+                    self.arena = self._arena if self._arena.capacity else None
                     engine.protect(self._arena)
                 except BaseException:
                     engine.shutdown("it has no room for its arena")
@@ -83,11 +85,6 @@ class Connection:
         if not native.has_pidfds():
             text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
             log.once("pidfds", logging.WARNING, text)
-
-    @property
-    def arena(self) -> native.Arena | None:
-        """Memory for arrays that the other workers of the host reduce in place; None where there is none."""
-        return self._arena if self._arena.capacity else None
 
     def start_device(self, device: int) -> None:
         """Be ready for operations on arrays of a GPU, before the first one is submitted."""

@@ -24,9 +24,9 @@ def kind(request):
 @pytest.fixture
 def no_static_graphs(monkeypatch):
     """Start as a program of its own would: what earlier tests have compiled is gone."""
-    from kvstore_hvd.mxnet_compat import gradients
+    from kvstore_hvd.mxnet_compat import graph
 
-    monkeypatch.setattr(gradients, "_static_graphs", False)
+    monkeypatch.setattr(graph, "_static_graphs", False)
 
 
 @pytest.fixture

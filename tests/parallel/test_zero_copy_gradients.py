@@ -6,7 +6,7 @@ import copy
 import numpy as np
 import pytest
 
-from kvstore_hvd.mxnet_compat.gradients import why_staged
+from kvstore_hvd.mxnet_compat.parameter import why_staged
 from support.arrays import assert_same_bits, by_host, contribution, expected_sum
 from support.gluon import gradients, mlp, parameters, weights
 from support.networks import BATCH, MODES, backward, batch, built, step, trainer_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
@@ -15,11 +16,12 @@ _Base: Any = mx.kvstore.KVStoreBase
 
 
 class Fake(_Base):
-    """One worker, which has all that others would have."""
+    """One worker, which has all that others would have, and takes the gradients of a step one by one."""
 
     made: list[Fake] = []  # noqa: RUF012 - emptied by the fixture
     type, rank, num_workers = "horovod", 0, 1
     labels: dict[int, str] | None = None
+    _member = SimpleNamespace(topology=None, adapter_for_gradients=lambda: None)
 
     def __init__(self) -> None:
         Fake.made.append(self)
@@ -30,6 +32,12 @@ class Fake(_Base):
 
     def _set_key_labels(self, labels: dict[int, str]) -> None:
         self.labels = labels
+
+    def _set_staged_reasons(self, reasons: dict[int, str]) -> None:
+        """There are no reports."""
+
+    def _make_step(self, gradients: Any) -> None:
+        """There is no call for all of them."""
 
     def broadcast(self, key: Any, value: Any, out: Any, priority: int = 0) -> None:
         for array in out if isinstance(out, list) else [out]:

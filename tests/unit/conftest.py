@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore_hvd import log
+from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import hooks, unsynchronised
 
@@ -35,15 +35,16 @@ def world(monkeypatch):
             monkeypatch.delenv(name)
     reload()
     registry = mx.kvstore.KVStoreBase.kv_registry
-    before, state = dict(registry), (hooks._store, unsynchronised._world_size)
+    before = dict(registry)
+    for name in ("_store", "_world_size", "_arena"):
+        monkeypatch.setattr(hooks, name, getattr(hooks, name))
     registry.pop("horovod", None)
     monkeypatch.setattr(unsynchronised, "_broadcasts", 0)
     monkeypatch.setattr(unsynchronised, "_reductions", 0)
-    hooks.install_hooks(store_class(), lambda: World.size)
+    mxnet_compat.install_hooks(store_class(), lambda: World.size)
     yield World
     registry.clear()
     registry.update(before)
-    hooks._store, unsynchronised._world_size = state
     World.size = None
     Fake.made.clear()
     monkeypatch.undo()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.mxnet_compat import gradients, graphs, hooks
+from kvstore_hvd.mxnet_compat import graph, hooks
 from support.fake_store import V2, Fake, mx, network, store_class, trainer_of
 from support.patience import patient
 
@@ -24,12 +24,12 @@ def test_registration_is_silent_unless_it_replaces_somebody_elses(world):
         registry["horovod"] = Stock
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        hooks.register_store(mx, store_class())
-        hooks.register_store(mx, store_class())
+        hooks.register_store(mx, store_class(), lambda: None, lambda: None)
+        hooks.register_store(mx, store_class(), lambda: None, lambda: None)
     assert registry["horovod"] is Fake
     registry["horovod"] = type("Horovod", (Fake,), {"__module__": "somebody.else"})
     with pytest.warns(UserWarning, match="overriding existing kvstore"):
-        hooks.register_store(mx, store_class())
+        hooks.register_store(mx, store_class(), lambda: None, lambda: None)
 
 
 @pytest.mark.parametrize(("name", "devices"), [("Horovod", 1), ("dist_horovod", 2)])
@@ -88,9 +88,9 @@ def test_questions_about_arrays_and_the_library():
 
 @pytest.mark.parametrize("value", [True, 0, "1", "True", "TRUE", "false"])
 def test_flags_of_graphs_are_read_as_mxnet_does(monkeypatch, value):
-    monkeypatch.setattr(gradients, "_static_graphs", False)  # what follows does not count for later tests
+    monkeypatch.setattr(graph, "_static_graphs", False)  # what follows does not count for later tests
     flags = [("static_alloc", True), ("static_shape", value)]
     data = mx.sym.var("data")
     mx.nd.CachedOp(data + 1, flags)  # which refuses what it does not know
-    assert graphs.has_static_shape(flags) == (str(value).lower() in ("1", "true"))
-    assert len(graphs.checked_flags(data, flags)) == 2
+    assert graph.has_static_shape(flags) == (str(value).lower() in ("1", "true"))
+    assert len(graph.checked_flags(data, flags)) == 2

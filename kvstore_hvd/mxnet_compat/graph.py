@@ -1,16 +1,17 @@
-"""How MXNet compiles, runs and exports graphs that contain operators of ours."""
+"""How MXNet compiles, runs and exports graphs: those with operators of ours, and those that keep their gradients."""
 
 from __future__ import annotations
 
+import gc
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstore_hvd.mxnet_compat.arrays import context_of
-from kvstore_hvd.mxnet_compat.wrapping import wrap
+from kvstore_hvd.mxnet_compat.hooks import is_wrapped, wrap
 
-__all__ = ["SYNC_BATCH_NORM", "checked_flags", "has_static_shape", "patch"]
+__all__ = ["SYNC_BATCH_NORM", "checked_flags", "has_static_shape", "may_keep_gradients", "patch"]
 
 #: What MXNet knows the operator of `SyncBatchNorm` by.
 SYNC_BATCH_NORM = "kvstore_hvd_sync_batch_norm"
@@ -19,6 +20,16 @@ SYNC_BATCH_NORM = "kvstore_hvd_sync_batch_norm"
 _COMPILED = "_kvstore_hvd_compiled"
 # Variables of graphs for training.
 _UNUSED = "kvstore_hvd_unused_statistics"
+
+# Whether this process has compiled a graph that keeps its gradient arrays.
+_static_graphs = False
+# Whether there were graphs before this package could see their flags.
+_early_graphs = False
+
+
+def may_keep_gradients(may_be_used: bool) -> bool:
+    """Whether a graph may keep gradient arrays that a backward pass may have used, as far as the caller knows."""
+    return _static_graphs and (may_be_used or _early_graphs)
 
 
 def has_static_shape(flags: Iterable[tuple[str, Any]]) -> bool:
@@ -41,8 +52,22 @@ def _is_static_shape(name: str, value: Any) -> bool:
     return name == "static_shape" and str(value).lower() in ("true", "1")
 
 
+def _note_early_graphs() -> None:
+    global _static_graphs, _early_graphs
+    _static_graphs = _early_graphs = True
+
+
 def patch(mxnet: Any) -> None:
-    """Let blocks with `SyncBatchNorm` infer and export without it, and take arrays without rows."""
+    """Let blocks with `SyncBatchNorm` infer and export without it, and take arrays without rows; look at flags."""
+
+    def compiling(original: Callable[..., Any]) -> Callable[..., Any]:
+        def init(self: Any, sym: Any, flags: Any = (), *args: Any, **kwargs: Any) -> None:
+            global _static_graphs
+            flags = checked_flags(sym, flags)
+            _static_graphs = _static_graphs or has_static_shape(flags)
+            original(self, sym, flags, *args, **kwargs)
+
+        return init
 
     def calling(original: Callable[..., Any]) -> Callable[..., Any]:
         def call_cached_op(self: Any, *args: Any) -> Any:
@@ -82,6 +107,13 @@ def patch(mxnet: Any) -> None:
 
         return export
 
+    cached_op = mxnet.ndarray.CachedOp
+    if not is_wrapped(cached_op.__init__) and any(type(each) is cached_op for each in gc.get_objects()):
+        _note_early_graphs()
+    try:
+        wrap(cached_op, "__init__", compiling)
+    except TypeError:  # a class of Cython's
+        _note_early_graphs()
     for kind in _with_subclasses(mxnet.gluon.HybridBlock):  # MXNet 2 copies inherited methods into classes
         wrap(kind, "_call_cached_op", calling)
         wrap(kind, "export", exporting)
