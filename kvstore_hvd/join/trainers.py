@@ -140,6 +140,8 @@ class _TrainerJoinable(Joinable):
         if scaler is not None:  # as amp.scale_loss does
             trainer._scale = trainer._amp_original_scale / scaler.loss_scale
         self._update()
+        for parameter in self._trained():  # no batch of this worker's is in them
+            mxnet_compat.zero_added_gradients(parameter)
 
     def check_reduction(self) -> None:
         """Raise InvalidRequestError in a Join:"""

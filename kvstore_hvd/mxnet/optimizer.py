@@ -151,19 +151,22 @@ class DistributedTrainer(mx.gluon.Trainer):
         if not (self._is_compressed_here or widens):
             super()._allreduce_grads()
             return
+        mxnet_compat.exchange_gradients(self, DistributedTrainer._allreduce_one_by_one, in_one_call=False)
+
+    def _allreduce_one_by_one(self) -> None:
         reduce = self._allreduce_compressed if self._is_compressed_here else self._allreduce
         submit_all(
-            functools.partial(reduce, place, parameter.list_grad())
-            for place, parameter in enumerate(self._params)
+            functools.partial(reduce, mxnet_compat.key_of(self, parameter), parameter.list_grad())
+            for parameter in self._params
             if parameter.grad_req != "null"
         )
 
-    def _allreduce(self, place: int, gradients: list[Any]) -> None:
-        _pushpull(self._kvstore, place, gradients, self._sparse_as_dense)
+    def _allreduce(self, key: int, gradients: list[Any]) -> None:
+        _pushpull(self._kvstore, key, gradients, self._sparse_as_dense)
 
-    def _allreduce_compressed(self, place: int, gradients: list[Any]) -> None:
+    def _allreduce_compressed(self, key: int, gradients: list[Any]) -> None:
         compressed = [self._compression.compress(each) for each in gradients]
-        _pushpull(self._kvstore, place, [each for each, _ in compressed], self._sparse_as_dense)
+        _pushpull(self._kvstore, key, [each for each, _ in compressed], self._sparse_as_dense)
         for gradient, (each, context) in zip(gradients, compressed):
             if each is not gradient:
                 copy(self._compression.decompress(each, context), gradient)

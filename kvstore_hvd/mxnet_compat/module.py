@@ -20,7 +20,7 @@ from typing import Any
 from kvstore_hvd.errors import UnsupportedMethodError, message
 from kvstore_hvd.mxnet_compat import hooks, unsynchronised
 from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, is_ours, wrap
-from kvstore_hvd.mxnet_compat.optimizer import exchanging_in, set_store_aside, store_of
+from kvstore_hvd.mxnet_compat.optimizer import COMPARED, exchanging_in, new_states, set_store_aside, store_of
 
 __all__ = ["patch"]
 
@@ -180,7 +180,12 @@ def _updating(original: _Method) -> _Method:
             if workers != before and self._optimizer.rescale_grad == 1.0 / (batch_size * before):
                 vars(self._optimizer)[_DIVISION] = batch_size, workers
                 self._optimizer.rescale_grad = 1.0 / (batch_size * workers)
-        original(self)
+        store, updater = self._kvstore, self._updater
+        if is_ours(store) and vars(updater).get(COMPARED) is not store._member.topology:
+            with store._comparing_states(new_states(updater, store)):
+                original(self)
+        else:
+            original(self)
 
     return update
 

@@ -22,10 +22,10 @@ from typing import Any, Optional
 from kvstore_hvd import log
 from kvstore_hvd.mxnet_compat.hooks import wrap
 
-__all__ = ["exchanging_in", "patch", "set_store_aside", "states_of", "store_of"]
+__all__ = ["COMPARED", "exchanging_in", "new_states", "patch", "set_store_aside", "states_of", "store_of"]
 
-# Of an Updater: the topology of the world in which its states were compared.
-_COMPARED = "_kvstore_hvd_compared"
+#: Of an Updater: the topology of the world in which its states were compared.
+COMPARED = "_kvstore_hvd_compared"
 
 
 def exchanging_in(optimizer: Any) -> Any:
@@ -59,17 +59,27 @@ def states_of(updater: Any) -> list[int]:
     return sorted(index for index, state in updater.states.items() if state is not None)
 
 
+def new_states(updater: Any, store: Any) -> list[int]:
+    """What the workers compare in the first exchange in a world: a number of updates, and `states_of`; [] if none."""
+    # Later exchanges need no comparison: the same updates have changed what all workers have.
+    if vars(updater).get(COMPARED) is store._member.topology:
+        return []
+    setattr(updater, COMPARED, store._member.topology)
+    states, optimizer = states_of(updater), updater.optimizer
+    # Without states the number matters to a schedule only; newcomers of an elastic job may have another one.
+    return [optimizer.num_update, *states] if states or (optimizer.lr_scheduler and optimizer.num_update) else []
+
+
 def patch(mxnet: Any) -> None:
     """Have states saved with the optimizer inside, loaded into it, and compared in the first update in a world."""
 
     def calling(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, index: Any, grad: Any, weight: Any) -> None:
             store = store_of(self.optimizer)
-            if store is None or vars(self).get(_COMPARED) is store._member.topology:
+            if store is None or vars(self).get(COMPARED) is store._member.topology:
                 original(self, index, grad, weight)
                 return
-            setattr(self, _COMPARED, store._member.topology)
-            with store._comparing_states(states_of(self)):
+            with store._comparing_states(new_states(self, store)):
                 original(self, index, grad, weight)
 
         return call

@@ -30,13 +30,21 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsupportedMethodError, message
 from kvstore_hvd.mxnet_compat import unsynchronised
 from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, is_ours, wrap
-from kvstore_hvd.mxnet_compat.optimizer import exchanging_in, set_store_aside, states_of, store_of
+from kvstore_hvd.mxnet_compat.optimizer import (
+    COMPARED,
+    exchanging_in,
+    new_states,
+    set_store_aside,
+    states_of,
+    store_of,
+)
 from kvstore_hvd.mxnet_compat.parameter import move_to_arena, note_gradients, set_to_zero, why_staged
 
 __all__ = [
     "broadcasts_parameters",
     "count_on_own_devices",
     "devices_of",
+    "exchange_gradients",
     "is_trainer",
     "joinable_of",
     "key_of",
@@ -149,8 +157,6 @@ class _Exchange:
         self.ignores_stale = False
         #: The arrays whose gradients are fresh on any worker; None: unknown since the last update.
         self.fresh_anywhere: Optional[list[Any]] = None
-        #: The topology of the world in which the states of the optimizer were compared.
-        self._compared: object = None
         #: By key: why a gradient is staged, as the store and the log were told.
         self._staged: Optional[dict[int, str]] = None
         #: Every how many updates parameters are compared; in which generation, and how many updates it has had.
@@ -195,15 +201,6 @@ class _Exchange:
         self._lists = [param._grad for param in trainer._params]
         self._filled = [each for each in self._lists if each is not None]
         self._arrays = [each[0] for each in self._filled]
-
-    def new_states(self, trainer: Any) -> list[int]:
-        """Of which parameters the optimizer has states in the Trainer's first exchange in a world."""
-        # Later exchanges need no comparison: the same updates have changed what all workers have.
-        topology = trainer._kvstore._member.topology
-        if self._compared is topology:
-            return []
-        self._compared = topology
-        return states_in(trainer)
 
     @staticmethod
     def share_freshness(trainer: Any, store: Any, exchanged: bool = False) -> tuple[list[int], list[Any]]:
@@ -443,26 +440,40 @@ def _exchanging(original: _Method) -> _Method:
     is_stock = original.__module__ == "mxnet.gluon.trainer"
 
     def allreduce_grads(self: Any) -> None:
-        store, exchange = self._kvstore, vars(self).get(_EXCHANGE) or _exchange_of(self)
-        if store is None or (store is not exchange.store and not is_ours(store)):
-            original(self)
-            return
-        stale: list[int] = []
-        if exchange.ignores_stale and not exchange.is_joined:
-            stale, exchange.fresh_anywhere = exchange.share_freshness(self, store)
-        loaded = exchange.new_states(self)
-        if not stale and not loaded:
-            arena = store._member.adapter_for_gradients()
-            if not exchange.is_current(self, arena):
-                exchange.look(self, arena, is_stock)
-            if exchange.step is not None and store._exchange(exchange.step):
-                return
-        comparing = store._comparing_states(loaded) if loaded else _NOTHING
-        without = store._without(stale) if stale else _NOTHING
-        with unsynchronised.uncounted(), comparing, without:
-            original(self)
+        exchange_gradients(self, original, is_stock)
 
     return allreduce_grads
+
+
+def exchange_gradients(trainer: Any, one_by_one: Callable[[Any], None], in_one_call: bool) -> None:
+    """What ``Trainer._allreduce_grads`` does; `one_by_one` gives the trainer's store each gradient."""
+    store, exchange = trainer._kvstore, vars(trainer).get(_EXCHANGE) or _exchange_of(trainer)
+    if store is None or (store is not exchange.store and not is_ours(store)):
+        aside = store_of(exchanging_in(trainer._optimizer)) if exchange.ignores_stale else None
+        if aside is not None:  # before MXNet's store sums the gradients of several devices
+            _, exchange.fresh_anywhere = exchange.share_freshness(trainer, aside)
+        one_by_one(trainer)
+        return
+    stale: list[int] = []
+    if exchange.ignores_stale and not exchange.is_joined:
+        stale, exchange.fresh_anywhere = exchange.share_freshness(trainer, store)
+    loaded: list[int] = []
+    if vars(trainer._updaters[0]).get(COMPARED) is not store._member.topology and not _are_all(stale, trainer):
+        loaded = new_states(trainer._updaters[0], store)
+    if not stale and not loaded:
+        arena = store._member.adapter_for_gradients()
+        if not exchange.is_current(trainer, arena):
+            exchange.look(trainer, arena, in_one_call)
+        if exchange.step is not None and store._exchange(exchange.step):
+            return
+    comparing = store._comparing_states(loaded) if loaded else _NOTHING
+    without = store._without(stale) if stale else _NOTHING
+    with unsynchronised.uncounted(), comparing, without:
+        one_by_one(trainer)
+
+
+def _are_all(stale: list[int], trainer: Any) -> bool:
+    return bool(stale) and len(stale) == sum(each._grad is not None for each in trainer._params)
 
 
 def _applying(original: _Method) -> _Method:

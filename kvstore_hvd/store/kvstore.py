@@ -436,11 +436,11 @@ class Horovod(mx.kvstore.KVStoreBase):
             self._reduction = before
 
     @contextlib.contextmanager
-    def _comparing_states(self, indices: Sequence[int]) -> Iterator[None]:
-        """Within, reductions fail unless all workers have states of these parameters. Called by the Trainer hook."""
+    def _comparing_states(self, states: Sequence[int]) -> Iterator[None]:
+        """Within, reductions fail unless all workers have these, see `Reduction.tied_to_states`. For the hooks."""
         before = self._reduction
-        if indices:
-            self._reduction = before.tied_to_states(indices)
+        if states:
+            self._reduction = before.tied_to_states(states)
         self._member.hold_unread(1)  # the mismatch of one gradient must not keep this worker from submitting the others
         try:
             yield

@@ -39,10 +39,10 @@ class Reduction:
         """Whether it is a sum, of whatever precision, and nothing else."""
         return self.op == "sum" and not (self.is_scaled or self.threshold or self.group)
 
-    def tied_to_states(self, indices: Sequence[int]) -> Reduction:
-        """How gradients are summed where the workers compare for which parameters their optimizers have states."""
-        told = zlib.crc32(repr(indices).encode()) & 0xFFFF
-        return replace(self, group=STATES << 32 | told << 16 | min(len(indices), 0xFFFF))
+    def tied_to_states(self, states: Sequence[int]) -> Reduction:
+        """How gradients are summed where the workers compare a number of updates, and which parameters have states."""
+        told = zlib.crc32(repr(states).encode()) & 0xFFFF
+        return replace(self, group=STATES << 32 | told << 16 | min(len(states) - 1, 0xFFFF))
 
     @property
     def of_signs(self) -> Reduction:

@@ -32,16 +32,19 @@ class Activity {
     std::map<unsigned long, Clock::time_point> all;
     const std::lock_guard<std::mutex> lock(mutex_);
     line_ = std::move(line);
+    told_ = now;
     for (const auto& [thread, is_same] : callers) {
       const auto before = callers_.find(thread);
       all[thread] = is_same && before != callers_.end() ? before->second : now;
     }
     callers_ = std::move(all);
   }
-  // The first look at the longest call of MXNet that is under way; nothing: there is none.
-  std::optional<Clock::time_point> in_mxnet_since() {
+  // The first look at the longest call of MXNet that is under way; nothing: there is none, or looks have ceased, as
+  // they do while a thread keeps the GIL.
+  std::optional<Clock::time_point> in_mxnet_since(Clock::time_point now) {
     const std::lock_guard<std::mutex> lock(mutex_);
     std::optional<Clock::time_point> first;
+    if (now - told_ > kRecent) return first;
     for (const auto& [thread, since] : callers_) first = std::min(first.value_or(since), since);
     return first;
   }
@@ -65,8 +68,11 @@ class Activity {
   }
 
  private:
+  static constexpr std::chrono::seconds kRecent{5};
+
   std::mutex mutex_;
   std::string line_;
+  Clock::time_point told_;
   std::map<unsigned long, Clock::time_point> callers_;  // by thread: the first look at its call
   std::map<const void*, Wait> waits_;
 };

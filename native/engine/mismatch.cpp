@@ -33,14 +33,14 @@ std::string two_bit(std::uint64_t group) {
 }
 
 // The upper half of a group that says of which parameters the optimizer has states: their number is in the lowest 16
-// bits, a checksum of which they are in the others. "stat".
+// bits, a checksum of them and of the number of updates in the others. "stat".
 constexpr std::uint64_t kStates = 0x73746174;
 
 std::string states(std::uint64_t group) {
   if (group >> 32 != kStates) return "none";
-  char text[48];
-  std::snprintf(text, sizeof(text), "of %u parameters (%04x)", static_cast<unsigned>(group & 0xFFFF),
-                static_cast<unsigned>(group >> 16 & 0xFFFF));
+  char text[64];
+  std::snprintf(text, sizeof(text), "of %u parameters (%04x with the number of updates)",
+                static_cast<unsigned>(group & 0xFFFF), static_cast<unsigned>(group >> 16 & 0xFFFF));
   return text;
 }
 

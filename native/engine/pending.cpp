@@ -249,7 +249,7 @@ void Pending::wait_for_all() {
 Pending::Overdue Pending::overdue(const EngineOptions& options, const std::function<bool(std::uint32_t)>& held) {
   const auto now = Clock::now();
   const auto most = std::min(static_cast<std::uint32_t>(world_.size_of_all), kMostWaits);
-  const auto in_mxnet_since = options.activity->in_mxnet_since();
+  const auto in_mxnet_since = options.activity->in_mxnet_since(now);
   const bool stays_in_mxnet = in_mxnet_since && waited(*in_mxnet_since, now) >= options.timeout;
   const auto is_waited_for = [](const auto& work) { return work->is_waited_for.load(std::memory_order_relaxed); };
   const auto stopped_before = std::exchange(stopped_since_, {});

@@ -7,6 +7,7 @@
 
 #include "base/blocking.hpp"
 #include "check.hpp"
+#include "engine/engine_options.hpp"
 #include "engine/schedule.hpp"
 #include "engine/tensor_table.hpp"
 #include "ranks.hpp"
@@ -198,6 +199,17 @@ const bool held_lock = testing::add("a peer that is stopped with the table's loc
   check_equal(missed_names(engine).size(), std::size_t{1}, "missed, again");
   check_equal(waiting(engine).size(), std::size_t{1}, "y waits");
   engine.abort("the test is over");
+});
+
+const bool ceased = testing::add("a call of MXNet that no look has seen of late is not believed to go on", [] {
+  Activity activity;
+  activity.set_line("train.py:3", {{1, false}});
+  activity.set_line("train.py:3", {{1, true}});
+  const auto now = Activity::Clock::now();
+  check(activity.in_mxnet_since(now).has_value(), "seen a moment ago");
+  check(!activity.in_mxnet_since(now + std::chrono::minutes(1)).has_value(), "seen a minute ago");
+  activity.set_line("train.py:4", {});
+  check(!activity.in_mxnet_since(now).has_value(), "it is over");
 });
 
 struct Observer final : BlockingObserver {

@@ -14,7 +14,7 @@ from kvstore_hvd.elastic import GluonState
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
-from support.gluon import array, backward, mlp, parameters, samples, weights
+from support.gluon import OwnCompression, array, backward, mlp, parameters, samples, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -204,11 +204,11 @@ def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
         assert_equal_on_all_ranks(value, f"counted/{i}")
 
 
-@pytest.mark.parametrize("exchanges", ["Trainer", "optimizer"])
+@pytest.mark.parametrize("exchanges", ["Trainer", "compressing Trainer", "optimizer"])
 @pytest.mark.parametrize("momentum", [0.9, 0.0])
 @pytest.mark.parametrize("loads", ["all", "one", "broadcast", "before parameters", "before Trainers"])
 def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_path):
-    """Momenta that one worker has loaded and the others have not: the first step says so on all, and how to mend it."""
+    """States or counts that one worker has loaded, and no other: the first step says so on all, with a fix."""
     # `broadcast_parameters` takes them to the others by itself, if these have made their Trainers.
     batch = [tuple(array(each) for each in samples(4, seed=rank))]
 
@@ -216,8 +216,9 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_p
         net = mlp(seed=3)
         schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=0.1)
         options = {"momentum": momentum, "lr_scheduler": schedule}
-        if exchanges == "Trainer":
-            return net, hvd.DistributedTrainer(parameters(net), "sgd", options)
+        if exchanges.endswith("Trainer"):
+            how = {} if exchanges == "Trainer" else {"compression": OwnCompression}
+            return net, hvd.DistributedTrainer(parameters(net), "sgd", options, **how)
         optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(**options))
         return net, mx.gluon.Trainer(parameters(net), optimizer, kvstore=None)
 
@@ -226,8 +227,6 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_p
         trainer.step(4)
         return weights(net)
 
-    if not momentum and loads in ("one", "before Trainers"):
-        pytest.skip("the first step compares states only")
     net, trainer = make()
     step(net, trainer)
     trainer.save_states(str(tmp_path / "states"))

@@ -159,6 +159,24 @@ def test_no_worker_has_input(rank, size):
     assert trainer._optimizer.num_update == 0
 
 
+def test_gradients_that_add_up(rank, size):
+    """A worker that had no input begins its next epoch without the sums of the others."""
+    net = network(mx.gluon.nn.Dense(1, in_units=1, use_bias=False))
+    (weight,) = parameters(net)
+    weight.grad_req = "add"
+    trainer = hvd.DistributedTrainer([weight], "sgd", {"learning_rate": 1.0})
+    before = weight.data().asnumpy()
+    for epoch in range(2):
+        with Join([trainer]):
+            for _ in range(3 if rank == 0 or epoch == 1 else 1):
+                with mx.autograd.record():
+                    loss = weight.data().sum()
+                loss.backward()
+                trainer.step(1)
+                weight.grad()[:] = 0
+    np.testing.assert_allclose(before - weight.data().asnumpy(), 1 + 2 / size + 3, rtol=1e-6)
+
+
 def test_disabled(rank, size):
     """Steps are as they are outside."""
     nets = [mlp(), mlp()]

@@ -1,11 +1,15 @@
 """The Module interface (MXNet 1) and Estimators on the store."""
 
+import contextlib
 import functools
 import warnings
 
 import numpy as np
 import pytest
 
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.errors import MismatchError
+from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import is_mxnet_2, mlp, samples, weights
 
@@ -33,6 +37,35 @@ def classes(rank, count=48):
     batches = mx.io.NDArrayIter(data, label.argmax(axis=1).astype("float32"), batch_size=8)
     symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=3, name="dense")
     return data, batches, mx.sym.SoftmaxOutput(symbol, name="softmax")
+
+
+@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
+@pytest.mark.parametrize("exchanges", ["store", "optimizer"])
+def test_states_that_one_module_has_loaded(rank, size, exchanges, tmp_path):
+    """The first step of all says so."""
+    _, batches, symbol = classes(rank)
+    path, member = str(tmp_path / "states"), process.current().member
+    for resumes in (False, True):
+        module = mx.mod.Module(symbol)
+        module.bind(batches.provide_data, batches.provide_label)
+        module.init_params()
+        optimizer = mx.optimizer.SGD(momentum=0.9, rescale_grad=1 / (8 * size))
+        given = ("horovod", optimizer) if exchanges == "store" else (None, hvd.DistributedOptimizer(optimizer))
+        module.init_optimizer(*given)
+        batches.reset()
+        module.forward_backward(batches.next())
+        if not resumes:
+            module.update()
+            module.save_optimizer_states(path)
+            continue
+        if rank == size - 1:
+            module.load_optimizer_states(path)
+        with pytest.raises(MismatchError, match="states of the optimizer") if size > 1 else contextlib.nullcontext():
+            module.update()
+            member.drain()
+            member.check()
+    member.drain()  # what the other parameters say would be raised by the next test
+    member.forget_unread(lambda error: isinstance(error, MismatchError))
 
 
 @pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")

@@ -13,7 +13,7 @@ from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.store.kvstore import Horovod
 from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, contribution, expected_sum, sum_of_ranks
-from support.gluon import array, is_mxnet_2, mlp, parameters, samples
+from support.gluon import OwnCompression, array, is_mxnet_2, mlp, network, parameters, samples
 from support.patience import patient
 from support.steps import SHAPES, assert_summed, check_step, fill, make_parameters, make_trainer
 from support.zero_copy import meet_again, zero_copy
@@ -232,7 +232,7 @@ def test_an_unread_error_is_raised_by_the_next_step(rank, size):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", ["batch", "net"])
-@pytest.mark.parametrize("who", ["store", "distributed", "optimizer", "apart"])
+@pytest.mark.parametrize("who", ["store", "distributed", "compressed", "optimizer", "apart"])
 def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
     """With ignore_stale_grad: workers without a batch, or with parts of the network each, train as one worker does."""
 
@@ -257,7 +257,8 @@ def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
         optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", **options))
         trainer = mx.gluon.Trainer(trained, optimizer, kvstore=None)
     else:
-        trainer = hvd.DistributedTrainer(trained, "sgd", options)
+        how_sent = {"compression": OwnCompression} if who == "compressed" else {}
+        trainer = hvd.DistributedTrainer(trained, "sgd", options, **how_sent)
     alone = mx.gluon.Trainer(expected, "sgd", options, kvstore=None)
     for step in range(6):
         if takes_part(step, rank):
@@ -277,6 +278,28 @@ def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
     for i, (mine, reference) in enumerate(zip(trained, expected)):
         assert_equal_on_all_ranks(mine.data().asnumpy(), f"stale/{who}/{how}/{i}")
         np.testing.assert_allclose(mine.data().asnumpy(), reference.data().asnumpy(), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("who", ["distributed", "optimizer"])
+def test_gradients_that_are_stale_on_one_device(rank, size, who):
+    """A worker's devices get the same update, whichever of them have a batch."""
+    net = network(mx.gluon.nn.Dense(1, in_units=1, use_bias=False), contexts=[mx.cpu(0), mx.cpu(1)])
+    optimizer = mx.optimizer.create("sgd", learning_rate=1.0)
+    if who == "optimizer":
+        trainer = mx.gluon.Trainer(parameters(net), hvd.DistributedOptimizer(optimizer), kvstore="device")
+    else:
+        trainer = hvd.DistributedTrainer(parameters(net), optimizer)
+    (first,) = parameters(net)[0].list_data()[:1]
+    before = first.asnumpy()
+    for step in range(3):
+        for device, weight in enumerate(parameters(net)[0].list_data()):
+            if step == 0 or (rank, device) == (0, 0):
+                with mx.autograd.record():
+                    loss = weight.sum()
+                loss.backward()
+        trainer.step(1, ignore_stale_grad=True)
+    for weight in parameters(net)[0].list_data():
+        np.testing.assert_allclose(before - weight.asnumpy(), 2.0 + 2.0 / size, rtol=1e-6)
 
 
 @pytest.mark.parametrize("how", ["split", "skipped", "overflow"])
