@@ -303,7 +303,7 @@ class Config:
         _seconds,
         30.0,
         "KVHVD_EXIT_TIMEOUT",
-        doc="Seconds at exit in which one of a worker's pending operations has to complete.",
+        doc="Seconds at exit in which one of a worker's pending operations has to complete; if set, in any case.",
     )
     stall_check_s: float = _knob(
         _seconds_or_off,
@@ -476,9 +476,17 @@ class Config:
     @property
     def waits_for_busy(self) -> bool:
         """Whether a worker that computes is waited for beyond `timeout_s`: unless it was set, or would be replaced."""
-        is_replaced = bool(self.daemon) and self.worker is not None
         never_shuts_down = "stall_shutdown_s" in vars(self) and not self.stall_shutdown_s
-        return "timeout_s" not in vars(self) and (never_shuts_down or not is_replaced)
+        return "timeout_s" not in vars(self) and (never_shuts_down or not self._is_replaced)
+
+    @property
+    def waits_at_exit(self) -> bool:
+        """Whether an exit waits for late workers beyond `exit_timeout_s`: unless it was set, or they are replaced."""
+        return "exit_timeout_s" not in vars(self) and not self._is_replaced
+
+    @property
+    def _is_replaced(self) -> bool:
+        return bool(self.daemon) and self.worker is not None
 
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name} of a configuration does not change.")

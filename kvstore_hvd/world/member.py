@@ -151,6 +151,13 @@ class Member:
         connection = self._connection or self._leaving
         return (0, 0) if connection is None else connection.engine.counts()
 
+    @property
+    def waits_for_late(self) -> bool:
+        """Whether a pending operation waits for workers that have not submitted it, and has a deadline."""
+        connection = self._connection or self._leaving
+        waiting = None if connection is None else connection.engine.waiting(0.0)
+        return any(not one.announced_by_all and not one.name.startswith(native.PATIENT) for one in waiting or ())
+
     def after_fork_in_child(self) -> None:
         """Let go of the world; the child may not talk to the other workers."""
         self._adapter_lock, self._deferred_lock, self._numbers_lock = (threading.Lock() for _ in range(3))

@@ -440,11 +440,15 @@ class Process:
             for member in self._members:
                 stack.callback(member.after_fork_in_child)
 
-    def _progress(self, limit_s: float, busy: Deadline) -> tuple[int, int]:
-        """Changes when an operation of this worker completes, or while none is pending and MXNet computes."""
+    def _progress(self, limit_s: float, busy: Deadline) -> tuple[int, float]:
+        """Changes as operations complete or wait for late workers, and while MXNet computes and none is pending."""
         counts = [member.counts for member in self._members]
         may_compute = busy.left() > 0 and not any(pending for _, pending in counts)
-        return sum(over for over, _ in counts), int(time.process_time() / limit_s / _BUSY) if may_compute else 0
+        mark = int(time.process_time() / limit_s / _BUSY) if may_compute else 0.0
+        # Operations have a deadline of their own, which tells late workers that compute from stopped ones.
+        if config().waits_at_exit and any(member.waits_for_late for member in self._members):
+            mark = time.monotonic()
+        return sum(over for over, _ in counts), mark
 
     def leave_at_exit(self) -> None:
         """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""

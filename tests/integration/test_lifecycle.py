@@ -1,5 +1,7 @@
 """Worlds that are left and met again, processes that are not part of them, and what happens at exit."""
 
+import re
+
 import pytest
 
 
@@ -182,6 +184,27 @@ if hvd.size() == 2:
 """
     job = run("-np 3", program, code=None)
     assert "rank 0 left: none of its operations completed within 2 s" in job.of(2), job.describe()
+
+
+@pytest.mark.parametrize("hosts", [{}, {"KVHVD_TEST_HOSTS": "2"}])
+def test_a_late_worker_that_computes_is_waited_for_at_exit(start, hosts):
+    """Beyond the limit that nobody has set, by a worker that reads no result."""
+    program = """
+import mxnet as mx
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import config
+config.KNOBS['exit_timeout_s'].default = 2.0
+hvd.init()
+store = mx.kv.create('horovod')
+store.barrier()
+if rank == 0: wait_for('go')
+total = hvd.allreduce(mx.nd.ones(3), name='late')
+if rank == 0: say(f'{total.asnumpy()}\\n')
+"""
+    job = start("-np 2", program, KVHVD_STALL_CHECK_TIME_S="1", **hosts)
+    job.until(lambda: re.search(r"rank 1 has waited ([6-9]|\d\d) s", job.of(1)), "three times the limit")
+    (job.folder / "go").touch()
+    job.end()
 
 
 @pytest.mark.slow

@@ -54,6 +54,14 @@ def test_a_variable_sets_its_field(variable, text, field, value):
     assert getattr(Config.from_environ({variable: text}), field) == value
 
 
+@pytest.mark.parametrize(
+    ("variables", "waits"),
+    [({}, True), ({"KVHVD_EXIT_TIMEOUT": "30"}, False), ({"KVHVD_DAEMON": "x", "KVHVD_WORKER": "0"}, False)],
+)
+def test_an_exit_waits_for_late_workers_that_nobody_replaces_unless_it_was_limited(variables, waits):
+    assert Config.from_environ(variables).waits_at_exit == waits
+
+
 def test_our_name_comes_before_horovods():
     assert Config.from_environ({"KVHVD_LOG_LEVEL": "info", "HOROVOD_LOG_LEVEL": "error"}).log_level == "info"
 
