@@ -21,15 +21,15 @@ from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.native.records import Missed, Waiting
 from kvstore_hvd.world.topology import Topology
 
-__all__ = ["OWN_THREADS", "StallInspector", "is_stopped", "python_stacks"]
+__all__ = ["OWN_THREADS", "StallInspector", "is_stopped", "program_line", "python_stacks"]
 
 #: What the names of this package's threads begin with; stacks leave those out.
 OWN_THREADS = "kvstore_hvd-"
 # Of a report: the innermost calls of each thread, and a few threads.
 _MAIN_CALLS, _OTHER_CALLS, _OTHER_THREADS = 15, 5, 3
 
-# Packages whose code is not the program's, by their first names.
-_LIBRARIES = ("kvstore_hvd", "horovod", "mxnet")
+# Packages whose code is not the program's, by their first names. Python 3.9 does not list its own.
+_LIBRARIES = {"kvstore_hvd", "horovod", "mxnet", "concurrent", "threading"} | getattr(sys, "stdlib_module_names", set())
 _MAX_PATH = 80
 # Frames of the main thread among which a line of the program is looked for.
 _MOST_CALLS = 100
@@ -260,7 +260,7 @@ def _state(engine: native.Engine, rank: int) -> str:
 
 
 def program_line() -> str:
-    """Where the main thread is in the program, outside of this package and MXNet: ``'train.py:12 in main'``."""
+    """Where the main thread is in the program, outside of libraries: ``'train.py:12 in main'``."""
     calls = native.calls_of(threading.main_thread().ident or 0, _MOST_CALLS)
     of_program = (call for call in calls if str(call[3]).partition(".")[0] not in _LIBRARIES)
     path, line, function, _ = next(of_program, calls[0] if calls else ("", 0, "", ""))

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore_hvd.errors import PeerLostError
 from kvstore_hvd.native.records import Missed, Waiting
-from kvstore_hvd.world.stall import StallInspector, python_stacks
+from kvstore_hvd.world.stall import StallInspector, program_line, python_stacks
 from kvstore_hvd.world.topology import Host, Inside, Topology
 from support.fake_native import FakeAdapter, FakeConnection
 from support.patience import patient
@@ -247,3 +247,11 @@ def test_stacks_are_bounded_and_leave_out_our_own_threads():
     assert "in test_stacks_are_bounded_and_leave_out_our_own_threads" in text
     assert ("kvstore_hvd-" in text, "outer calls left out" in text, "more threads" in text) == (False, True, True)
     assert len(text.splitlines()) < 100
+
+
+def test_the_line_is_the_programs_while_it_is_in_the_standard_library():
+    lines = []
+    looker = threading.Thread(target=lambda: [time.sleep(0.01) or lines.append(program_line()) for _ in range(20)])
+    looker.start()
+    looker.join()
+    assert all(line.endswith(" in test_the_line_is_the_programs_while_it_is_in_the_standard_library") for line in lines)
