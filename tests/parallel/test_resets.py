@@ -13,6 +13,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd.errors import HorovodInternalError, ShutdownError
 from kvstore_hvd.world import process
+from kvstore_hvd.world.agree import exchange
 from support.gluon import gradients, parameters
 from support.networks import built, step, trainer_of
 from support.patience import patient
@@ -24,6 +25,13 @@ pytestmark = pytest.mark.usefixtures("no_static_graphs")
 
 # What Python's and MXNet's allocators take by themselves. One world's memory that is kept is more than 60 KiB.
 DRIFT_KIB = 24 << 10
+
+
+def test_texts_of_any_length_reach_all(rank, size):
+    """What the workers tell each other about their process sets after a reset, for one: longer than any buffer."""
+    member = process.current().member
+    told = [f"{worker}{'é' * 40_000 * (worker % 2)}\udcff" for worker in range(size)]
+    assert exchange(member.others(), member.topology, "long texts", told[rank]) == told
 
 
 @pytest.fixture
