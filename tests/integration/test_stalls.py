@@ -163,6 +163,7 @@ try:
     if HOW is compute_with_a_sum_under_way: hvd.allreduce(mx.nd.ones(3), name='late').asnumpy()
 except kvstore_hvd.HorovodInternalError as error:
     say(f'caught: {type(error).__name__}: {error}\\n', sys.stderr)
+    if HOW is compute: wait_for('go')  # others see that this rank is late, not that it has left
     sys.exit(7)
 """
 PLACES = [("-np 3", {}), ("-np 4", {"KVHVD_TEST_HOSTS": "2"})]
