@@ -18,7 +18,8 @@ _WRAPPED = "_kvstore_hvd_wraps"
 # MXNet is one per process, and so is what was done to it.
 _store: Optional[type] = None
 _world_size: Callable[[], Optional[int]] = lambda: None  # noqa: E731
-_arena: Callable[[], Any] = lambda: None  # noqa: E731
+#: Where gradients live that all workers sum in place; None where there is no such memory.
+arena: Callable[[], Any] = lambda: None  # noqa: E731
 
 
 def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -36,10 +37,10 @@ def is_wrapped(function: Any) -> bool:
     return hasattr(function, _WRAPPED)
 
 
-def register_store(mxnet: Any, store: type, world_size: Callable[[], Optional[int]], arena: Callable[[], Any]) -> None:
-    """Register `store` under both names, in the place of MXNet's own, without a warning."""
-    global _store, _world_size, _arena
-    _store, _world_size, _arena = store, world_size, arena
+def register_store(mxnet: Any, store: type, world_size: Callable[[], Optional[int]], memory: Callable[[], Any]) -> None:
+    """Register `store` under both names, in the place of MXNet's own, without a warning; `memory` becomes `arena`."""
+    global _store, _world_size, arena
+    _store, _world_size, arena = store, world_size, memory
     base = mxnet.kvstore.KVStoreBase
     present = base.kv_registry.get(NAME)
     # 2.0 has a store of this name, which needs Horovod; to replace that one is the point, and not worth a warning.
@@ -63,8 +64,3 @@ def asks_for_ours(kv: object) -> bool:
 def workers() -> int:
     """How many workers there are, or are going to be."""
     return _world_size() or 1
-
-
-def arena() -> Any:
-    """Where gradients live that all workers sum in place; None where there is no such memory."""
-    return _arena()

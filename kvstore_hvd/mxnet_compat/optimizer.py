@@ -61,9 +61,7 @@ def states_of(updater: Any) -> list[int]:
 
 def new_states(updater: Any, store: Any) -> list[int]:
     """What the workers compare in the first exchange in a world: a number of updates, and `states_of`; [] if none."""
-    # Later exchanges need no comparison: the same updates have changed what all workers have.
-    if vars(updater).get(COMPARED) is store._member.topology:
-        return []
+    # Later exchanges, for which `COMPARED` is set, need no comparison: the same updates have changed all workers.
     setattr(updater, COMPARED, store._member.topology)
     states, optimizer = states_of(updater), updater.optimizer
     # Without states the number matters to a schedule only; newcomers of an elastic job may have another one.

@@ -259,6 +259,7 @@ class _Exchange:
         trainer._kvstore._set_staged_reasons(self._staged)
 
 
+# What is called in each step looks for the attribute itself first: that saves a call.
 def _exchange_of(trainer: Any) -> _Exchange:
     found: Optional[_Exchange] = vars(trainer).get(_EXCHANGE)
     if found is None:  # it was made before MXNet was changed

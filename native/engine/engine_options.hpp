@@ -68,6 +68,7 @@ class Activity {
   }
 
  private:
+  // Looks are taken twice a second.
   static constexpr std::chrono::seconds kRecent{5};
 
   std::mutex mutex_;

@@ -177,10 +177,11 @@ def test_a_rank_that_computes_is_waited_for_beyond_the_deadline(start, workers, 
     job = start(workers, DEADLINE.replace("HOW", how), **OFTEN, **hosts)
     job.until(lambda: re.search(r"rank 0 has waited ([6-9]|\d\d) s", job.of(0)), "three times the deadline")
     assert f"in {how}\n" in job.err
-    for pid in map(int, re.findall(r"computing (\d+)", job.out)):
+    for pid in [*map(int, re.findall(r"computing (\d+)", job.out))] * 4:
         os.kill(pid, signal.SIGSTOP)
-        time.sleep(0.7)  # all look at it meanwhile
+        time.sleep(0.15)  # a rank looks every 0.1 s, and its host tells the others every 0.5 s
         os.kill(pid, signal.SIGCONT)
+        time.sleep(0.23)
     reports = job.of(0).count("rank 0 has waited")
     job.until(lambda: job.of(0).count("rank 0 has waited") > reports + 1, "what a stop for a moment does not end")
     (job.folder / "go").touch()

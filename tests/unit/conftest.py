@@ -36,7 +36,7 @@ def world(monkeypatch):
     reload()
     registry = mx.kvstore.KVStoreBase.kv_registry
     before = dict(registry)
-    for name in ("_store", "_world_size", "_arena"):
+    for name in ("_store", "_world_size", "arena"):
         monkeypatch.setattr(hooks, name, getattr(hooks, name))
     registry.pop("horovod", None)
     monkeypatch.setattr(unsynchronised, "_broadcasts", 0)

@@ -254,4 +254,5 @@ def test_the_line_is_the_programs_while_it_is_in_the_standard_library():
     looker = threading.Thread(target=lambda: [time.sleep(0.01) or lines.append(program_line()) for _ in range(20)])
     looker.start()
     looker.join()
-    assert all(line.endswith(" in test_the_line_is_the_programs_while_it_is_in_the_standard_library") for line in lines)
+    place = " in test_the_line_is_the_programs_while_it_is_in_the_standard_library"
+    assert [line.endswith(place) for line in lines] == [True] * 20
