@@ -20,8 +20,6 @@ from importlib.machinery import SourceFileLoader
 from kvstore_hvd.config import pass_alias_on
 from kvstore_hvd.horovod import alias as horovod_alias
 
-__all__ = ["main"]
-
 _USAGE = """usage: python -m kvstore_hvd script.py [arguments]
        python -m kvstore_hvd -m module [arguments]
 

@@ -17,21 +17,6 @@ from typing import Any, NamedTuple, NoReturn
 from kvstore_hvd.errors import ConfigError, message
 from kvstore_hvd.horovod import variables as horovod_variables
 
-__all__ = [
-    "KNOBS",
-    "RESERVED_PREFIXES",
-    "Config",
-    "MPILaunch",
-    "cache_folder",
-    "config",
-    "environment",
-    "known_variables",
-    "pass_alias_on",
-    "prepare_mxnet",
-    "reload",
-    "tell_unused",
-]
-
 RESERVED_PREFIXES = ("KVHVD_BUILD_", "KVHVD_TEST_")
 
 _LOG_LEVELS = {

@@ -11,8 +11,6 @@ import sys
 import threading
 import time
 
-__all__ = ["logger", "once", "set_level", "set_rank", "set_time"]
-
 logger: logging.Logger = logging.getLogger("kvstore_hvd")
 
 _said: set[str] = set()

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 
 from kvstore_hvd.base.messages import Kinds, take
 
-__all__ = ["Channel", "ChannelError", "peer_process"]
-
 _LENGTHS = struct.Struct("!II")  # of the object, and of the bytes before it
 _CHUNK = 1 << 18
 _MOST_SKIPPED = 1 << 16

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["LOOK_S", "Deadline", "RunningClock"]
-
 # Whoever waits for others looks at its clock at least so often.
 LOOK_S = 0.5
 # Readings further apart than this show that the process stood still in between.

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from kvstore_hvd.errors import ConfigError, message
 
-__all__ = ["chosen_core", "describe", "suffice", "threads_on", "threads_on_any", "together", "usable_cores"]
-
 
 def usable_cores(root: str = "/") -> list[int]:
     """The cores that this process may run on, not more than its control groups' share of CPU time."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["DLTensor"]
-
 
 class DLTensor(ctypes.Structure):
     """A ``DLTensor``, with which a ``DLManagedTensor`` begins."""

@@ -10,8 +10,6 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-__all__ = ["ImportHook"]
-
 
 class ImportHook:
     """A finder for ``sys.meta_path`` that runs `before` and `after` around the first import of one module."""

@@ -6,8 +6,6 @@ import errno
 import os
 import resource
 
-__all__ = ["limit_of", "open_below"]
-
 
 def open_below(limit: int) -> int:
     """How many descriptors with numbers below the limit are open."""

@@ -13,8 +13,6 @@ from kvstore_hvd.elastic.images import Image, Spec, Specs
 from kvstore_hvd.mxnet.functions import broadcast_object
 from kvstore_hvd.world import process
 
-__all__ = ["ArraysHandler", "Details", "drain"]
-
 #: What is worth knowing of a value besides its arrays; can be pickled.
 Details = dict[str, Any]
 #: Arrays with their names, for errors.

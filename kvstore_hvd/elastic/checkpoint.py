@@ -17,8 +17,6 @@ from kvstore_hvd.base.files import keep_mode, open_alone
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
 
-__all__ = ["commit", "finish", "read", "resume", "write"]
-
 # The first line of a file: this, the SHA-256 of what follows, and the number of parts. Their lengths follow, in 8 bytes
 # each, and the parts: a pickle, and the buffers of its arrays.
 _FORMAT = b"kvstore_hvd-state-1"

@@ -12,8 +12,6 @@ from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.store.arrays import buffer_like
 from kvstore_hvd.store.arrays import copy as copy_array
 
-__all__ = ["deep_copy", "is_sampler", "named_copies"]
-
 
 def is_sampler(value: Any) -> bool:
     """Whether it is an `ElasticSampler`. Does not import MXNet."""

@@ -6,8 +6,6 @@ from kvstore_hvd.errors import MismatchError, message
 from kvstore_hvd.world.agree import exchange
 from kvstore_hvd.world.member import Member
 
-__all__ = ["raise_on_all"]
-
 # Other operations' names begin otherwise.
 _NAME = "elastic/faults"
 

@@ -14,8 +14,6 @@ from kvstore_hvd.elastic.trainers import TrainerHandler
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.mxnet_compat import named_parameters
 
-__all__ = ["GluonState"]
-
 
 class GluonState(ObjectState):
     """The state from which Gluon training continues: networks, Trainers, samplers, and Python objects.

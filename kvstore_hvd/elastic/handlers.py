@@ -6,8 +6,6 @@ from typing import Any
 
 from kvstore_hvd.errors import InvalidRequestError, message
 
-__all__ = ["StagedHandler", "StateHandler"]
-
 
 class StateHandler:
     """Saves, restores and synchronises one value of a `GluonState`. Base of others.

@@ -12,8 +12,6 @@ import numpy as np
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import UnsupportedDtypeError, message
 
-__all__ = ["Image", "Spec", "Specs", "spec_of"]
-
 # Arrays begin where cache lines do, and the first one where a page does: copies are fastest then.
 _ALIGNMENT = 64
 _PAGE = 4096

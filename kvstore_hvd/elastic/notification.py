@@ -10,8 +10,6 @@ from kvstore_hvd import log
 from kvstore_hvd.errors import message
 from kvstore_hvd.world import process
 
-__all__ = ["NotificationManager", "notification_manager"]
-
 
 class NotificationManager:
     """Tells its listeners of updates. All methods may be called from any thread."""

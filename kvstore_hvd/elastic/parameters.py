@@ -11,8 +11,6 @@ from kvstore_hvd.elastic.array_handlers import Arrays, ArraysHandler, Details
 from kvstore_hvd.elastic.images import Image, Spec, spec_of
 from kvstore_hvd.errors import InvalidRequestError, message
 
-__all__ = ["ParametersHandler"]
-
 
 class ParametersHandler(ArraysHandler):
     """Handler of parameters with their auxiliary states."""

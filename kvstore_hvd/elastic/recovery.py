@@ -6,8 +6,6 @@ from kvstore_hvd import errors
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, PeerLostError, message
 from kvstore_hvd.world import process
 
-__all__ = ["REPLACES", "as_lost_world", "check_recoverable"]
-
 REPLACES = "start with `kvhvdrun --min-np 1 --max-np N python train.py`, which replaces workers."
 _LOST = tuple(
     name

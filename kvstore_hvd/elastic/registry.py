@@ -12,8 +12,6 @@ from kvstore_hvd.elastic.parameters import ParametersHandler
 from kvstore_hvd.elastic.sampler_handler import SamplerHandler
 from kvstore_hvd.elastic.trainers import TrainerHandler
 
-__all__ = ["get_handler_registry", "handler_for", "maker_for", "set_handler_registry"]
-
 Maker = Callable[[Any], StateHandler]
 Registry = list[tuple[type, Maker]]
 

@@ -28,8 +28,6 @@ from kvstore_hvd.errors import (
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.world import process
 
-__all__ = ["run", "run_fn"]
-
 Result = TypeVar("Result")
 Saved = TypeVar("Saved", bound="Synchronised")
 if TYPE_CHECKING:

@@ -14,8 +14,6 @@ from kvstore_hvd import log
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.world import process
 
-__all__ = ["ElasticSampler"]
-
 Indices = Any  # numpy.ndarray of int64
 
 

@@ -9,8 +9,6 @@ from kvstore_hvd.elastic.handlers import StagedHandler
 from kvstore_hvd.mxnet.functions import broadcast_object
 from kvstore_hvd.world import process
 
-__all__ = ["SamplerHandler"]
-
 
 class SamplerHandler(StagedHandler):
     """Handler of an `ElasticSampler`."""

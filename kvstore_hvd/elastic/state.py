@@ -15,8 +15,6 @@ from kvstore_hvd.mxnet.basics import rank
 from kvstore_hvd.mxnet.functions import broadcast_object
 from kvstore_hvd.world import process
 
-__all__ = ["ObjectState", "State"]
-
 
 class State:
     """What `run` needs of a state of training. Base of others, which say how it is saved, restored and synchronised.

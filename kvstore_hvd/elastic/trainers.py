@@ -15,8 +15,6 @@ from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.mxnet_compat.hooks import ALIAS, NAME
 from kvstore_hvd.store.arrays import new_array
 
-__all__ = ["TrainerHandler"]
-
 STORE_NAMES = (NAME, ALIAS)
 # Of the Trainer itself: by what gradients are scaled. In its dictionary, where a DistributedTrainer's say for how many
 # workers they are meant: the state may be restored among others.

@@ -9,8 +9,6 @@ import numpy as np
 
 from kvstore_hvd.world import process
 
-__all__ = ["HostUpdateResult", "HostUpdates"]
-
 #: For the workers only; other operations' names begin otherwise.
 _NAME = "elastic/updates"
 

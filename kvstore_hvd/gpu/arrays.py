@@ -19,8 +19,6 @@ from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.gpu.runtime import checked, cupy
 from kvstore_hvd.native import ITEM_BYTES
 
-__all__ = ["DeviceArray", "device_array", "empty_like", "is_on_gpu", "synchronize"]
-
 #: The default stream, by its number in ``__cuda_array_interface__`` 3.
 LEGACY_STREAM = 1
 

@@ -18,8 +18,6 @@ from pathlib import Path
 from kvstore_hvd import log
 from kvstore_hvd.config import cache_folder
 
-__all__ = ["key_of", "stored"]
-
 
 def key_of(*parts: object) -> str:
     """A name for what these determine, of which the text counts."""

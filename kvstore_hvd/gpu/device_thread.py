@@ -15,8 +15,6 @@ from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, KVHvdE
 from kvstore_hvd.gpu.executor import END_S, Completion, Executor
 from kvstore_hvd.native.records import DeviceOperation
 
-__all__ = ["DeviceThread"]
-
 # Between two looks at the device, which tells nobody when it is done; and at the world, while there is nothing to do.
 _LOOK_S = 50e-6
 _IDLE_S = 0.5

@@ -12,8 +12,6 @@ from kvstore_hvd.errors import InvalidRequestError, LaunchError, message
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-__all__ = ["Device", "Residents", "activate", "active", "choose_path", "reaches", "shared"]
-
 _OLDEST = (7, 0)  # our kernels order memory by acquire and release, which older ones do not have
 
 

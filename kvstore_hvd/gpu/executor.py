@@ -18,21 +18,6 @@ from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.native.records import DeviceOperation
 
-__all__ = [
-    "ALIGNMENT",
-    "END_S",
-    "Batch",
-    "Completion",
-    "EventCompletion",
-    "Executor",
-    "Piece",
-    "SplitExecutor",
-    "buffer_bytes",
-    "input_of",
-    "rounds",
-]
-
-
 #: Seconds that a device may take to end after an abort.
 END_S = 10.0
 

@@ -24,32 +24,6 @@ import numpy as np
 
 from kvstore_hvd.native import DTYPES, OPS
 
-__all__ = [
-    "CAUSES",
-    "CONTROL_BYTES",
-    "COPY",
-    "LAUNCH",
-    "MAX_CHANNELS",
-    "MAX_RANKS",
-    "SEGMENT",
-    "SIZES_KERNEL",
-    "SLOTS",
-    "STRUCTURES",
-    "THREADS",
-    "TILE_BYTES",
-    "TILE_ELEMENTS",
-    "VECTOR_BYTES",
-    "WORLD",
-    "Stop",
-    "allreduce_kernel",
-    "casts",
-    "copy_kernel",
-    "exchange_kernel",
-    "kernel_names",
-    "options",
-    "source",
-]
-
 #: Limits that the sources have too (``native/cuda/layout.cuh``); `SIZES_KERNEL` reports what they were compiled with.
 MAX_RANKS = 16
 MAX_CHANNELS = 64

@@ -20,8 +20,6 @@ from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.gpu.tables import Tables
 
-__all__ = ["GRACE_S", "Launcher", "Members", "Reduction", "Segment"]
-
 _ABORT, _STATUS, _WORDS_BYTES = 0, 64, 128  # of the words that host and kernels share
 #: How much longer than the kernels the host waits for them.
 GRACE_S = 5.0

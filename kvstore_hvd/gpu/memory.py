@@ -17,8 +17,6 @@ import numpy as np
 from kvstore_hvd.errors import TransportError
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-__all__ = ["DeviceMemory", "PeerMemory", "PinnedMemory"]
-
 # What the driver takes for an allocation anyway: nothing else lies in ours.
 _GRANULE = 2 << 20
 

@@ -20,8 +20,6 @@ from kvstore_hvd.gpu import cache, kernels, shapes
 from kvstore_hvd.gpu.runtime import checked, cupy, nvrtc_library
 from kvstore_hvd.gpu.streams import Stream
 
-__all__ = ["Kernels", "compile_kernels"]
-
 # For devices that this NVRTC does not know: the driver compiles what it emits for the newest of these.
 _VIRTUAL = (120, 100, 90, 89, 86, 80, 75, 70)
 _INVALID_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION

@@ -15,8 +15,6 @@ from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.errors import KVHvdError, LaunchError, TransportError, message
 from kvstore_hvd.gpu.nccl_library import IN_PROGRESS, SUCCESS, Config, NcclLibrary, UniqueId
 
-__all__ = ["DTYPES", "OPS", "PREMULTIPLIED", "NcclCommunicator"]
-
 DTYPES = {
     "int8": 0,
     "uint8": 1,

@@ -41,8 +41,6 @@ from kvstore_hvd.gpu.tables import ENTRIES
 from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.native.records import DeviceOperation
 
-__all__ = ["NcclExecutor"]
-
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SUMS = ("sum", "average")
 #: From this size on a tensor is worth an operation of its own.

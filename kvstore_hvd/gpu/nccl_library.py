@@ -11,18 +11,6 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.gpu.runtime import EXTRAS, driver_version
 
-__all__ = [
-    "IN_PROGRESS",
-    "OLDEST",
-    "SUCCESS",
-    "UNDEFINED",
-    "Config",
-    "NcclLibrary",
-    "UniqueId",
-    "library",
-    "version_text",
-]
-
 #: Since 2.18 communicators that never block can be made, used and given back.
 OLDEST = 21800
 SUCCESS, IN_PROGRESS = 0, 7

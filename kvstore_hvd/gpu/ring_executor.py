@@ -35,8 +35,6 @@ from kvstore_hvd.gpu.tables import ENTRIES
 from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.native.records import DeviceOperation
 
-__all__ = ["RingExecutor", "reduction_of"]
-
 _LINE = 128
 _SLOT_VECTORS = 2048  # of a ring's slot: 32 KiB
 

@@ -18,8 +18,6 @@ from typing import Any
 from kvstore_hvd import log
 from kvstore_hvd.errors import LaunchError, TransportError, message
 
-__all__ = ["EXTRAS", "checked", "close_all", "cupy", "device_uuid", "driver_version", "nvrtc_library", "version_text"]
-
 #: Extra of this package for each major version of CUDA.
 EXTRAS = {11: "gpu-cu11", 12: "gpu-cu12", 13: "gpu-cu13"}
 # The wheel with NVRTC, for each.

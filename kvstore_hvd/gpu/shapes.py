@@ -10,8 +10,6 @@ from numpy.typing import NDArray
 
 from kvstore_hvd.gpu.kernels import MAX_CHANNELS, SEGMENT, SLOTS, TILE_BYTES, VECTOR_BYTES
 
-__all__ = ["Limits", "choose", "copy_blocks", "direct_blocks", "fifo_bytes", "ring_channels", "segments"]
-
 _Column = Union[Sequence[int], NDArray[Any]]
 
 

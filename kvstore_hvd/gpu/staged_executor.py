@@ -24,8 +24,6 @@ from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.native.records import DeviceOperation
 
-__all__ = ["StagedExecutor"]
-
 _SMALLEST = 4096
 
 

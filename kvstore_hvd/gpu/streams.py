@@ -12,8 +12,6 @@ from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-__all__ = ["Event", "Stream"]
-
 # Lower numbers are more urgent; what is beyond the device's range counts as its end.
 _HIGHEST = -100
 _PAUSE_S = 0.0002

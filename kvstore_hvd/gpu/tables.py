@@ -11,8 +11,6 @@ from kvstore_hvd.gpu.kernels import SEGMENT
 from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
 from kvstore_hvd.gpu.streams import Event, Stream
 
-__all__ = ["ENTRIES", "Tables"]
-
 #: Segments that the tables of one launch may have together.
 ENTRIES = 4096
 _SLOTS = 16

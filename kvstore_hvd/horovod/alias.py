@@ -19,8 +19,6 @@ from typing import Any
 from kvstore_hvd import log
 from kvstore_hvd.errors import message
 
-__all__ = ["install", "installed_horovod", "uninstall"]
-
 _ROOT = "horovod"
 # The longest name that fits counts; what follows it is a submodule of ours of that name.
 _NAMES = {

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-__all__ = ["OF_WORKERS", "Seat", "are_ours", "of_worker", "reason"]
-
 _NO_CYCLES = "operations are carried out as soon as all workers have submitted them; there are no cycles"
 _NO_CACHE = "what was agreed on once is kept for every name, without a limit"
 _MEMORY = "the workers of a host always meet in shared memory"

@@ -41,8 +41,6 @@ from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 
-__all__ = ["Join", "is_uneven"]
-
 # Iterations that a worker follows the others before it is told that this is a lot.
 _WARN_AFTER = 1000
 # The contexts that this process is in, the outermost first.

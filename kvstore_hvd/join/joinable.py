@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
-__all__ = ["JoinHook", "Joinable"]
-
 
 class JoinHook:
     """What a joinable does in place of its iterations on a worker that has no more input."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["Pauses"]
-
 # At first, and at most.
 _SHORTEST_S, _LONGEST_S = 5e-5, 1e-3
 

@@ -12,8 +12,6 @@ from typing import Any
 from kvstore_hvd import native
 from kvstore_hvd.world.member import Member
 
-__all__ = ["submit"]
-
 
 @dataclass
 class _Kept:

@@ -27,8 +27,6 @@ from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 from kvstore_hvd.world.stall import is_stopped
 
-__all__ = ["TrainerHook", "check_stores", "joinable_for"]
-
 # Of a worker that has no input: counts as an average one of the others, or not at all.
 _ABSENT, _NOT_COUNTED = -1.0, 0.0
 

@@ -18,8 +18,6 @@ from kvstore_hvd.native.records import Missed
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 
-__all__ = ["Withdrawal", "is_withdrawn"]
-
 
 def _refusal(world: Member, number: int) -> str:
     """What errors of declined operations are known by, also where MXNet has made text of them."""

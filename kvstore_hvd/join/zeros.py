@@ -15,8 +15,6 @@ from kvstore_hvd.native.records import Announced
 from kvstore_hvd.world.agree import clock_ahead
 from kvstore_hvd.world.member import Member
 
-__all__ = ["LEFT", "explained", "join"]
-
 #: What workers submit who wait for the others, here and at the end of every `Join`: of one name, or those in different
 #: ones would wait for each other for ever.
 LEFT = f"{native.PATIENT}left"

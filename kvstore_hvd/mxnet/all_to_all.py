@@ -17,8 +17,6 @@ from kvstore_hvd.mxnet.shapes import exchange_shapes
 from kvstore_hvd.store.keys import Call, priority_of
 from kvstore_hvd.world.member import Member
 
-__all__ = ["alltoall"]
-
 
 def alltoall(
     tensor: Any,

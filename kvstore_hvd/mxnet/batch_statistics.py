@@ -36,10 +36,8 @@ from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.mxnet_compat.graph import SYNC_BATCH_NORM
 from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.keys import Call, Group
-from kvstore_hvd.store.operations import SUM
+from kvstore_hvd.store.reduction import SUM
 from kvstore_hvd.world.member import Member
-
-__all__ = ["OPERATION", "StatisticsExchange"]
 
 OPERATION = "SyncBatchNorm"
 _MOST = 1e30  # elements; `clip` has two limits, of float32

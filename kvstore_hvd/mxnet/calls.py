@@ -11,18 +11,6 @@ from kvstore_hvd.store.keys import Call, reject_array
 from kvstore_hvd.store.operations import Operations
 from kvstore_hvd.world.member import Member
 
-__all__ = [
-    "NAMESPACE",
-    "check_array",
-    "check_list",
-    "check_name",
-    "make_call",
-    "names_for",
-    "operations",
-    "root_in",
-    "unnamed",
-]
-
 #: What the names of all operations here begin with; stores have others.
 NAMESPACE = "hvd"
 

@@ -7,8 +7,6 @@ from typing import Any
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.store.arrays import buffer_like, copy
 
-__all__ = ["Compression", "Compressor", "store_type"]
-
 
 class Compressor:
     """Turns an array into one that is exchanged in its place, and back."""

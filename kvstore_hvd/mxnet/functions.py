@@ -21,8 +21,6 @@ from kvstore_hvd.store.compression import arrays_from
 from kvstore_hvd.store.keys import Call, Group, wire_name
 from kvstore_hvd.world.member import Member
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_parameters", "broadcast_trainer_states"]
-
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: Optional[str] = None, process_set: ProcessSet = global_process_set

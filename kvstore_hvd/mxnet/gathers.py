@@ -19,19 +19,9 @@ from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
 from kvstore_hvd.mxnet.shapes import Shapes, exchange_shapes
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, scaled
 from kvstore_hvd.store.keys import Call, Group, priority_of, wire_name
-from kvstore_hvd.store.operations import Reduction
 from kvstore_hvd.store.placement import home_of
+from kvstore_hvd.store.reduction import Reduction
 from kvstore_hvd.world.member import Member
-
-__all__ = [
-    "allgather",
-    "exchange",
-    "gather_bytes",
-    "grouped_allgather",
-    "grouped_reducescatter",
-    "reducescatter",
-    "refusal_of",
-]
 
 
 def allgather(

@@ -15,10 +15,8 @@ from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.mxnet.calls import operations, unnamed
 from kvstore_hvd.store.arrays import buffer_like
 from kvstore_hvd.store.keys import Call, Group
-from kvstore_hvd.store.operations import SUM, Reduction
+from kvstore_hvd.store.reduction import SUM, Reduction
 from kvstore_hvd.world.member import Member
-
-__all__ = ["Tape", "refuse_in_graph", "refuse_in_place", "tape"]
 
 
 class Tape:

@@ -10,8 +10,6 @@ from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet.calls import make_call
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 
-__all__ = ["join"]
-
 
 def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:
     """Wait until all workers have called this; until then, contribute zeros to every allreduce of the others.

@@ -19,10 +19,9 @@ from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.kvstore import Horovod
-from kvstore_hvd.store.operations import Reduction, submit_all
+from kvstore_hvd.store.operations import submit_all
+from kvstore_hvd.store.reduction import Reduction
 from kvstore_hvd.world.member import Member
-
-__all__ = ["DistributedOptimizer", "DistributedTrainer"]
 
 
 class Scale(NamedTuple):

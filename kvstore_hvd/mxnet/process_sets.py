@@ -19,18 +19,6 @@ from kvstore_hvd.world import process
 from kvstore_hvd.world.agree import exchange
 from kvstore_hvd.world.member import InnerMember, Member
 
-__all__ = [
-    "ProcessSet",
-    "add_at_start",
-    "add_process_set",
-    "allow_dynamic",
-    "get_process_set_ids_and_ranks",
-    "global_process_set",
-    "process_set_by_id",
-    "process_sets",
-    "remove_process_set",
-]
-
 
 class ProcessSet:
     """Some of the workers. Sets of the same ranks are equal, in whatever order the ranks are given.

@@ -8,9 +8,7 @@ from typing import Any
 
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError
 from kvstore_hvd.store.keys import Call
-from kvstore_hvd.store.operations import Reduction
-
-__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum", "reduction"]
+from kvstore_hvd.store.reduction import Reduction
 
 
 class ReduceOp(enum.IntEnum):

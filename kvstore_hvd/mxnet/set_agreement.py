@@ -10,8 +10,6 @@ import numpy as np
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, message, rank_list
 from kvstore_hvd.world.topology import Topology
 
-__all__ = ["Part", "agreed_sets", "row_of"]
-
 #: The ranks of a set, in ascending order.
 Part = tuple[int, ...]
 

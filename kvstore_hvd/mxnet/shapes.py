@@ -20,8 +20,6 @@ from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.store.keys import Call, wire_name
 from kvstore_hvd.world.member import Member
 
-__all__ = ["Shapes", "exchange_shapes"]
-
 _KINDS = ("allgather", "alltoall", "reducescatter", "object")
 _DTYPES = list(native.DTYPES)
 _MAX_NDIM = 32  # MXNet's own limit

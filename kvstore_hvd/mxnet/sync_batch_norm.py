@@ -13,8 +13,6 @@ from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet_compat.graph import SYNC_BATCH_NORM
 
-__all__ = ["SyncBatchNorm"]
-
 # In the operator's order.
 _PARAMETERS = ("gamma", "beta", "running_mean", "running_var")
 

@@ -10,21 +10,6 @@ from typing import Any
 
 from kvstore_hvd.base.dlpack import DLTensor
 
-__all__ = [
-    "address_of",
-    "bfloat16",
-    "bytes_in",
-    "context_of",
-    "dtype_name",
-    "handle_of",
-    "is_ndarray",
-    "is_np_ndarray",
-    "is_parameter",
-    "read_into",
-    "stype_of",
-    "write_from",
-]
-
 
 def _class(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module), name, None)

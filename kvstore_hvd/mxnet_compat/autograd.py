@@ -9,8 +9,6 @@ from typing import Any
 from kvstore_hvd.mxnet_compat.arrays import context_of
 from kvstore_hvd.mxnet_compat.versions import is_imported
 
-__all__ = ["differentiable", "is_in_graph", "is_recording", "is_tracing"]
-
 
 def is_recording() -> bool:
     """Whether this thread is inside ``autograd.record()``."""

@@ -20,8 +20,6 @@ from typing import Any
 
 from kvstore_hvd import errors
 
-__all__ = ["engine_text", "in_one_line", "register_errors", "restore_text", "set_told", "was_told"]
-
 _TRACE = "Traceback (most recent call last):"
 
 _told = False

@@ -11,8 +11,6 @@ from typing import Any
 from kvstore_hvd.mxnet_compat.arrays import context_of
 from kvstore_hvd.mxnet_compat.hooks import is_wrapped, wrap
 
-__all__ = ["SYNC_BATCH_NORM", "checked_flags", "has_static_shape", "may_keep_gradients", "patch"]
-
 #: What MXNet knows the operator of `SyncBatchNorm` by.
 SYNC_BATCH_NORM = "kvstore_hvd_sync_batch_norm"
 

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any, Optional
 
-__all__ = ["ALIAS", "NAME", "arena", "asks_for_ours", "is_ours", "is_wrapped", "register_store", "workers", "wrap"]
-
 NAME = "horovod"
 # With 'dist' in the name even an MXNet without our wrappers creates the store; the store's .type stays NAME.
 ALIAS = "dist_horovod"

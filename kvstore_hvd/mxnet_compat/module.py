@@ -22,8 +22,6 @@ from kvstore_hvd.mxnet_compat import hooks, unsynchronised
 from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, is_ours, wrap
 from kvstore_hvd.mxnet_compat.optimizer import COMPARED, exchanging_in, new_states, set_store_aside, store_of
 
-__all__ = ["patch"]
-
 # Of an optimizer that MXNet has made of its name: the batch size of one worker, and how many workers there were.
 _DIVISION = "_kvstore_hvd_division"
 # Of a Module: what looks at its updates; None once there is nothing to look at.

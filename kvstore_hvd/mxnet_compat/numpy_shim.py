@@ -13,9 +13,6 @@ import warnings
 from collections.abc import Callable
 from typing import Any, Optional
 
-__all__ = ["finish", "prepare"]
-
-
 # -- What MXNet misses in NumPy -----------------------------------------------------------------------------------
 
 

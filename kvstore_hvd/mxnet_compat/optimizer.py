@@ -22,8 +22,6 @@ from typing import Any, Optional
 from kvstore_hvd import log
 from kvstore_hvd.mxnet_compat.hooks import wrap
 
-__all__ = ["COMPARED", "exchanging_in", "new_states", "patch", "set_store_aside", "states_of", "store_of"]
-
 #: Of an Updater: the topology of the world in which its states were compared.
 COMPARED = "_kvstore_hvd_compared"
 

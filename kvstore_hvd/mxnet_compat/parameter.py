@@ -24,26 +24,6 @@ from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, is_parameter
 from kvstore_hvd.mxnet_compat.graph import may_keep_gradients
 from kvstore_hvd.mxnet_compat.hooks import wrap
 
-__all__ = [
-    "after_initialization",
-    "arrays_of",
-    "awaited_names",
-    "initialize",
-    "initialize_awaiting",
-    "is_block",
-    "is_deferred",
-    "is_parameters",
-    "misfit",
-    "move_to_arena",
-    "named_parameters",
-    "note_gradients",
-    "parameters_in",
-    "patch",
-    "set_to_zero",
-    "why_staged",
-    "zero_added_gradients",
-]
-
 # Of parameters without arrays: the name on the wire, '' if none, and what follows once there are arrays. No attribute:
 # a copy of a network does not take part in what the network waits for.
 _awaiting: weakref.WeakKeyDictionary[Any, list[tuple[str, Callable[[Any], None]]]] = weakref.WeakKeyDictionary()

@@ -40,22 +40,6 @@ from kvstore_hvd.mxnet_compat.optimizer import (
 )
 from kvstore_hvd.mxnet_compat.parameter import move_to_arena, note_gradients, set_to_zero, why_staged
 
-__all__ = [
-    "broadcasts_parameters",
-    "count_on_own_devices",
-    "devices_of",
-    "exchange_gradients",
-    "is_trainer",
-    "joinable_of",
-    "key_of",
-    "labels_of",
-    "name_parameters",
-    "note_joinable",
-    "patch",
-    "states_in",
-    "trainers_of",
-]
-
 #: Tells a worker that waits alone what the others have not passed.
 _FRESHNESS = "fresh gradients (ignore_stale_grad=True)"
 # Of a Trainer: its `_Exchange`.

@@ -21,8 +21,6 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsynchronisedTrainerError, message
 from kvstore_hvd.mxnet_compat import hooks
 
-__all__ = ["Watch", "note_collective", "uncounted", "watch_of"]
-
 # Updates before which a Trainer or Module is looked at.
 _FIRST_LOOK, _LAST_LOOK = 3, 100
 

@@ -15,17 +15,6 @@ from typing import Any, Optional
 from kvstore_hvd.config import environment
 from kvstore_hvd.errors import KVHvdError, message
 
-__all__ = [
-    "MXNetUnavailableError",
-    "engine_is_naive",
-    "is_imported",
-    "libmxnet_path",
-    "pip_command",
-    "require_mxnet",
-    "version_number",
-    "waitall",
-]
-
 
 class MXNetUnavailableError(KVHvdError, ImportError):
     """MXNet is not installed, or cannot be imported."""

@@ -6,18 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-__all__ = [
-    "Announced",
-    "DeviceOperation",
-    "EngineStatistics",
-    "Missed",
-    "Statistics",
-    "Threshold",
-    "TimelineEvent",
-    "Times",
-    "Waiting",
-]
-
 
 @dataclass(frozen=True)
 class Threshold:

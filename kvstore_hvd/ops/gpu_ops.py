@@ -15,8 +15,6 @@ from kvstore_hvd.native.records import DeviceOperation
 from kvstore_hvd.world import process
 from kvstore_hvd.world.gpus import create_executor
 
-__all__ = ["allreduce", "broadcast"]
-
 _LOOK_S = 20e-6
 
 

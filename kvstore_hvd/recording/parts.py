@@ -19,8 +19,6 @@ from typing import Any
 from kvstore_hvd.base.files import open_alone
 from kvstore_hvd.native.records import TimelineEvent
 
-__all__ = ["Header", "PartWriter", "has_ended", "part_path", "read_header", "read_lines"]
-
 _FORMAT = 1
 _JSON = json.JSONEncoder(separators=(",", ":"))
 

@@ -19,8 +19,6 @@ from kvstore_hvd.base.files import keep_mode, open_alone
 from kvstore_hvd.native.records import TimelineEvent
 from kvstore_hvd.recording.parts import Header, read_header, read_lines
 
-__all__ = ["Summary", "write_trace"]
-
 _CYCLES = "cycles"
 # Names that count calls: those have a row together.
 _COUNTED = re.compile(r"(?<=\.noname)\.\d+|(?<=^join)/\d+(?=/)|(?<=^'join)/\d+(?=/)")

@@ -16,8 +16,6 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, UnsupportedDtypeError
 from kvstore_hvd.store.keys import Call, Group
 
-__all__ = ["buffer_like", "bytes_of", "check_group", "copy", "local_sum", "new_array", "scaled", "unique"]
-
 _VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
 
 

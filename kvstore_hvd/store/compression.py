@@ -15,17 +15,6 @@ from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, Unsupporte
 from kvstore_hvd.store.arrays import buffer_like, copy, local_sum, scaled
 from kvstore_hvd.store.keys import Call, Group
 
-__all__ = [
-    "arrays_from",
-    "check_compressible",
-    "expand",
-    "parse_compression",
-    "read_residuals",
-    "signs_of",
-    "values_of",
-    "write_residuals",
-]
-
 _MOST_INT8 = 127  # workers whose signs add up within int8
 
 

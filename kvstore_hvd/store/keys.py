@@ -15,8 +15,6 @@ from typing import Any, NoReturn, Union
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, MismatchError, message
 from kvstore_hvd.world.topology import Topology
 
-__all__ = ["MAX_KEYS", "Call", "Group", "Key", "group_arguments", "priority_of", "reject_array", "wire_name"]
-
 Key = Union[int, str]
 
 #: For how many keys a store remembers something of its own accord: bounds the memory of programs that never use a key

@@ -25,7 +25,8 @@ from kvstore_hvd.store import divergence
 from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
 from kvstore_hvd.store.compression import arrays_from, parse_compression, read_residuals, values_of, write_residuals
 from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
-from kvstore_hvd.store.operations import SUM, Operations, Reduction
+from kvstore_hvd.store.operations import Operations
+from kvstore_hvd.store.reduction import SUM, Reduction
 from kvstore_hvd.store.steps import Step, is_plain
 from kvstore_hvd.store.usage import Measured, Report, Usage
 from kvstore_hvd.world import process

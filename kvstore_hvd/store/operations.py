@@ -20,8 +20,6 @@ from kvstore_hvd.store.placement import Placement, home_of
 from kvstore_hvd.store.reduction import SUM, Reduction
 from kvstore_hvd.world.member import Member
 
-__all__ = ["SUM", "Operations", "Reduction", "submit_all"]
-
 Copies = list[Callable[[], None]]
 
 

@@ -11,8 +11,6 @@ from kvstore_hvd.store.arrays import unique
 from kvstore_hvd.store.keys import Group
 from kvstore_hvd.world.member import Member
 
-__all__ = ["Placement", "home_of"]
-
 
 def home_of(world: Member, array: Any) -> Any:
     """The GPU on which an operation on this array takes place; None for the CPU, also if GPUs are out of reach."""

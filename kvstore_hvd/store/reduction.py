@@ -9,9 +9,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-__all__ = ["STATES", "STATES_FIX", "SUM", "Reduction"]
-
-
 #: As kTwoBit and kStates in mismatch.cpp.
 _TWO_BIT, STATES = 0x32626974, 0x73746174
 STATES_FIX = "call hvd.broadcast_trainer_states(trainer) after load_states on one rank, or load_states on every rank."

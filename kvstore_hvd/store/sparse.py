@@ -23,8 +23,6 @@ from kvstore_hvd.store.keys import Call, Group
 from kvstore_hvd.store.reduction import STATES, STATES_FIX, Reduction
 from kvstore_hvd.world.member import Member
 
-__all__ = ["pushpull"]
-
 _DTYPES = list(native.DTYPES)
 _OPS = list(native.OPS)
 _MAX_NDIM = 32  # MXNet's own limit

@@ -13,8 +13,6 @@ from kvstore_hvd.store.arrays import bytes_of
 from kvstore_hvd.store.keys import Key
 from kvstore_hvd.store.usage import Batch
 
-__all__ = ["Step", "is_plain"]
-
 
 def is_plain(array: Any) -> bool:
     """Whether an array can be one of a `Step`."""

@@ -9,8 +9,6 @@ from typing import Any
 from kvstore_hvd.native.records import Statistics, Times
 from kvstore_hvd.store.keys import MAX_KEYS, Key
 
-__all__ = ["OTHER_KEYS", "Batch", "Measured", "Report", "Usage"]
-
 #: How a report calls all keys beyond the first `MAX_KEYS`.
 OTHER_KEYS = "(other keys)"
 

@@ -11,8 +11,6 @@ from kvstore_hvd.errors import rank_list
 from kvstore_hvd.recording.parts import part_path, read_header
 from kvstore_hvd.recording.trace import write_trace
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: ``sys.argv[1:]``)."""

@@ -10,8 +10,6 @@ import numpy as np
 from kvstore_hvd import native
 from kvstore_hvd.world.topology import Topology
 
-__all__ = ["clock_ahead", "exchange"]
-
 _CLOCK_ROUNDS = 20
 
 

@@ -23,8 +23,6 @@ from kvstore_hvd.world.mpi import check_ranks, initialised_mpi, mpi_world
 from kvstore_hvd.world.topology import Host, Topology, World
 from kvstore_hvd.world.worker_line import meet
 
-__all__ = ["discover", "single_world"]
-
 
 def discover(comm: Any = None) -> World:
     """Find this process's world. Collective over the ranks of the world when MPI is the source."""

@@ -14,8 +14,6 @@ from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 
-__all__ = ["ExitWatchdog", "early_end", "end_by_force"]
-
 _MAX_REASON = 500
 
 

@@ -23,8 +23,6 @@ from kvstore_hvd.world.topology import Host, Topology
 _SMALL_BYTES = 64 << 10
 _SMALL_STAGING = 2 << 20
 
-__all__ = ["create_executor"]
-
 
 def create_executor(engine: native.Engine | None, topology: Topology, ordinal: int) -> Executor:
     """Make this worker's executor for arrays on one of its GPUs. Collective; the device becomes the current one."""

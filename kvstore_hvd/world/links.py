@@ -36,8 +36,6 @@ from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
 from kvstore_hvd.world.meeting import MAC_BYTES, NONCE_BYTES, accept, check_wanted, mac
 from kvstore_hvd.world.topology import World
 
-__all__ = ["connect_hosts", "end_links_at_exit", "own_addresses", "start_link"]
-
 _FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe", "MPI_Get_count")
 # Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
 # after 15 meetings or more (MPI promises 32,767 tags; today's libraries have 2^29).

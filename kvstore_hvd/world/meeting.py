@@ -33,8 +33,6 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.world.topology import Topology, World, watching_namespaces
 
-__all__ = ["MAC_BYTES", "NONCE_BYTES", "accept", "check_wanted", "mac", "share_segment", "socket_name"]
-
 MAC_BYTES = NONCE_BYTES = 32
 
 _MAGIC = b"KVHVD\x01"

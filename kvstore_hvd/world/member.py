@@ -25,8 +25,6 @@ from kvstore_hvd.world.segment import Connection, refusals_explained
 from kvstore_hvd.world.stall import StallInspector
 from kvstore_hvd.world.topology import Host, Inside, Topology, World
 
-__all__ = ["InnerMember", "Member", "first_unread", "log_unread", "raise_unread"]
-
 # What passes its deadline the engine fails by itself, and a little later: its error says more than that time is over.
 _PATIENCE_S = 5.0
 

@@ -27,17 +27,6 @@ from kvstore_hvd.config import MPILaunch, config
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message, rank_list
 from kvstore_hvd.world.topology import Host, Topology, World, virtual_hosts
 
-__all__ = [
-    "Introduction",
-    "check_ranks",
-    "end_with_mpi",
-    "initialised_mpi",
-    "library",
-    "mpi_world",
-    "note_world",
-    "warn_beside",
-]
-
 # How long MPI may take to end after a world was lost.
 _MPI_END_S = 5.0
 # After the start timeout each rank asks all others with messages of this tag, and waits this long for their answers.

@@ -24,8 +24,6 @@ from kvstore_hvd.recording.trace import write_trace
 from kvstore_hvd.world.agree import clock_ahead, exchange
 from kvstore_hvd.world.topology import Topology
 
-__all__ = ["Recorder"]
-
 # How often operations are written: what a worker that is killed takes along.
 _PERIOD_S = 0.25
 # Operations between two writings; 8 MiB, of which only what is used exists.

@@ -22,8 +22,6 @@ from kvstore_hvd.world.meeting import share_segment
 from kvstore_hvd.world.mpi import end_with_mpi, note_world
 from kvstore_hvd.world.topology import Inside, Topology, World
 
-__all__ = ["Connection", "refusals_explained"]
-
 # For the arenas of all workers of a host: a part of the 128 TiB that a process has. A process set takes a 32nd of what
 # the world of all takes, so that a worker can be in many.
 _ADDRESS_SPACE = 32 << 40

@@ -21,8 +21,6 @@ from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.native.records import Missed, Waiting
 from kvstore_hvd.world.topology import Topology
 
-__all__ = ["OWN_THREADS", "StallInspector", "is_stopped", "program_line", "python_stacks"]
-
 #: What the names of this package's threads begin with; stacks leave those out.
 OWN_THREADS = "kvstore_hvd-"
 # Of a report: the innermost calls of each thread, and a few threads.

@@ -25,8 +25,6 @@ from kvstore_hvd.world.exit import end_by_force
 from kvstore_hvd.world.links import own_addresses
 from kvstore_hvd.world.topology import Host, Topology, World, virtual_hosts
 
-__all__ = ["WorkerLine", "current_line", "meet"]
-
 
 class WorkerLine:
     """The line of this process. Any thread may call its methods."""
