@@ -31,12 +31,12 @@ import numpy as np
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.join.context import is_uneven
-from kvstore_hvd.mxnet.calls import make_call, operations
+from kvstore_hvd.mxnet.calls import NAMESPACE
 from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.mxnet_compat.graph import SYNC_BATCH_NORM
 from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.keys import Call, Group
-from kvstore_hvd.store.reduction import SUM
+from kvstore_hvd.store.operations import Operations
 from kvstore_hvd.world.member import Member
 
 OPERATION = "SyncBatchNorm"
@@ -64,7 +64,7 @@ class Exchange:
         self._sum(_gradient_of(self.name), numbers)
 
     def _sum(self, name: str, array: Any) -> None:
-        operations(self.world).pushpull(self.call, [Group(name, [array], [array])], 0, SUM)
+        Operations(self.world, NAMESPACE).pushpull(self.call, [Group(name, [array], [array])], 0)
 
 
 class StatisticsExchange:
@@ -81,7 +81,7 @@ class StatisticsExchange:
     def check(self) -> tuple[Member, Call]:
         """Who takes part in a forward pass, and the call for messages."""
         world = self._process_set.world(OPERATION)
-        call = make_call(world, OPERATION)
+        call = Call(OPERATION, world.topology)
         if len(mxnet_compat.arrays_of(self._parameter) or ()) > 1:
             fact, fix = "its parameters are on several devices.", "use one device in each worker."
             raise InvalidRequestError(call.message(self._parameter.name, fact, fix))

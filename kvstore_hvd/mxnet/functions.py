@@ -13,12 +13,13 @@ import numpy as np
 
 from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, make_call, names_for, operations, root_in, unnamed
+from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, names_for, root_in, unnamed
 from kvstore_hvd.mxnet.gathers import gather_bytes
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
+from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.compression import arrays_from
-from kvstore_hvd.store.keys import Call, Group, wire_name
+from kvstore_hvd.store.keys import Call, Group, check_group, unique, wire_name
+from kvstore_hvd.store.operations import Operations
 from kvstore_hvd.world.member import Member
 
 
@@ -56,7 +57,7 @@ def broadcast_object(
         The world is lost.
     """
     world = process_set.world("broadcast_object")
-    call = make_call(world, "broadcast_object")
+    call = Call("broadcast_object", world.topology)
     root = root_in(call, root_rank, process_set)
     check_name(call, name)
     is_root = world.topology.rank == root
@@ -87,11 +88,11 @@ def allgather_object(obj: Any, name: Optional[str] = None, process_set: ProcessS
         As `broadcast_object`.
     """
     world = process_set.world("allgather_object")
-    call = make_call(world, "allgather_object")
+    call = Call("allgather_object", world.topology)
     check_name(call, name)
     data, refusal = _written(obj)
     with world.submitting():
-        mxnet_compat.note_collective()
+        mxnet_compat.collectives.counts.reductions += 1
         (name,) = names_for(call, world, name, 1)
         return [pickle.loads(each) for each in gather_bytes(call, world, name, data, refusal)]
 
@@ -128,7 +129,7 @@ def broadcast_parameters(
         The world is lost.
     """
     world = process_set.world("broadcast_parameters")
-    call = make_call(world, "broadcast_parameters")
+    call = Call("broadcast_parameters", world.topology)
     root = root_in(call, root_rank, process_set)
     check_name(call, prefix)
     groups, deferred = [], []
@@ -175,7 +176,7 @@ def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: Proc
         As `broadcast_object`.
     """
     world = process_set.world("broadcast_trainer_states")
-    call = make_call(world, "broadcast_trainer_states")
+    call = Call("broadcast_trainer_states", world.topology)
     root = root_in(call, root_rank, process_set)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "states")
@@ -209,7 +210,7 @@ def _broadcast_bytes(
     call: Call, world: Member, name: Optional[str], data: bytes, root: int, refusal: Optional[Exception]
 ) -> memoryview | bytes:
     """The root's bytes; waits for them, inside ``world.submitting()``. A `refusal` of any worker fails on all."""
-    mxnet_compat.note_collective(reduces=False)
+    mxnet_compat.collectives.counts.broadcasts += 1
     if world.is_alone:
         if refusal is not None:
             raise refusal
@@ -259,7 +260,7 @@ def _group(call: Call, shown: str, arrays: list[Any]) -> Group:
 
 def _broadcast_group(call: Call, world: Member, namespace: str, groups: list[Group], root: int) -> None:
     if groups:
-        operations(world, f"{NAMESPACE}/{namespace}").broadcast(call, groups, 0, root)
+        Operations(world, f"{NAMESPACE}/{namespace}").broadcast(call, groups, 0, root)
 
 
 def _states_differ(world: Member, namespace: str, trainers: list[Any]) -> bool:

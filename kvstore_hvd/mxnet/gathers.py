@@ -1,4 +1,4 @@
-"""Allgather and reducescatter: their outputs depend on all workers' arrays, so they wait for input and result.
+"""Allgather, reducescatter, alltoall: outputs depend on all workers' arrays, so they wait for input and result.
 
 First the workers tell each other their shapes, then the output is made, then one request of the engine fills it.
 """
@@ -11,16 +11,25 @@ from typing import Any, Optional
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError
 from kvstore_hvd.mxnet import gradients
-from kvstore_hvd.mxnet.calls import NAMESPACE, check_array, check_list, check_name, make_call, names_for
+from kvstore_hvd.mxnet.calls import (
+    NAMESPACE,
+    Average,
+    ReduceOp,
+    Shapes,
+    Sum,
+    check_array,
+    check_list,
+    check_name,
+    exchange_shapes,
+    names_for,
+    reduction,
+)
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
-from kvstore_hvd.mxnet.reduce_ops import Average, ReduceOp, Sum, reduction
-from kvstore_hvd.mxnet.shapes import Shapes, exchange_shapes
-from kvstore_hvd.store.arrays import buffer_like, check_group, copy, scaled
-from kvstore_hvd.store.keys import Call, Group, priority_of, wire_name
-from kvstore_hvd.store.placement import home_of
-from kvstore_hvd.store.reduction import Reduction
+from kvstore_hvd.store.arrays import buffer_like, copy, scaled
+from kvstore_hvd.store.keys import Call, Group, Reduction, check_group, priority_of, wire_name
+from kvstore_hvd.store.operations import gpu_of
 from kvstore_hvd.world.member import Member
 
 
@@ -104,8 +113,8 @@ def reducescatter(
     KVHvdError, TypeError
         As `allgather`.
     """
-    how = ("reducescatter", op, prescale_factor, postscale_factor)
-    return _reducescatter(how, [tensor], name, priority, process_set)[0]
+    factors = prescale_factor, postscale_factor
+    return _reducescatter("reducescatter", [tensor], op, name, priority, factors, process_set)[0]
 
 
 def grouped_reducescatter(
@@ -118,8 +127,67 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[Any]:
     """`reducescatter` of several arrays: all of them, or none. An empty list is returned itself."""
-    how = ("grouped_reducescatter", op, prescale_factor, postscale_factor)
-    return _reducescatter(how, tensors, name, priority, process_set)
+    factors = prescale_factor, postscale_factor
+    return _reducescatter("grouped_reducescatter", tensors, op, name, priority, factors, process_set)
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: Optional[str] = None,
+    priority: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send a part of this worker's rows to each worker, and receive a part from each. Waits for the result.
+
+    Rank r gets the r-th part of every worker's array.
+
+    Parameters
+    ----------
+    tensor : NDArray
+        Of equal dtype and shape on all workers, but for the length of the first dimension. Dtypes as `allreduce`.
+    splits : NDArray or numpy.ndarray of int32, or sequence of int, optional
+        How many rows each worker gets, in the order of ranks; together all rows. By default all get equally many.
+    name, priority, process_set
+        As `allgather`.
+
+    Returns
+    -------
+    NDArray, or tuple of two NDArray
+        The received rows, in the order of the ranks that sent them. With `splits` also how many came from each, as
+        int32.
+
+    Raises
+    ------
+    KVHvdError, InvalidTypeError
+        As `allgather`.
+    """
+    world = process_set.world("alltoall")
+    call = Call("alltoall", world.topology)
+    priority = priority_of(call, priority)
+    size = world.topology.size
+    check_name(call, name)
+    refusal, rows = _refusal_of(call, world, tensor, name), []
+    if refusal is None:
+        try:
+            rows = _rows_to_send(call, name, tensor, splits, size)
+        except Exception as error:  # noqa: BLE001 - what was to compute the splits may have failed with anything
+            refusal = error
+    tape = gradients.tape(call, world, name, priority)
+    with world.submitting():
+        (key,) = names_for(call, world, name, 1)
+        output, received = _send(call, world, key, tensor, rows, priority, refusal)
+
+    def back(name: str, gradient: Any) -> Any:
+        with world.submitting():
+            return _send(call, world, name, gradient, received, priority)[0]
+
+    if tape is not None:
+        output = tape.exchange(key, tensor, output, back)
+    if splits is None:
+        return output
+    like = splits if mxnet_compat.is_ndarray(splits) else tensor
+    return output, _int32_like(like, received)
 
 
 def gather_bytes(call: Call, world: Member, name: str, data: bytes, refusal: Optional[Exception]) -> list[bytes]:
@@ -142,7 +210,7 @@ def _allgather(
     operation: str, tensors: Sequence[Any], name: Optional[str], priority: int, process_set: ProcessSet
 ) -> Sequence[Any]:
     world = process_set.world(operation)
-    call = make_call(world, operation)
+    call = Call(operation, world.topology)
     priority = priority_of(call, priority)
     check_name(call, name)
     check_list(call, tensors)
@@ -151,7 +219,7 @@ def _allgather(
     tape, outputs, rank = gradients.tape(call, world, name, priority), [], world.topology.rank
     with world.submitting():
         for each, tensor, shapes in _agree(call, world, "allgather", name, tensors):
-            output = exchange(call, world, each, tensor, shapes, [0] * len(shapes.rows), shapes.rows, priority)
+            output = _exchange(call, world, each, tensor, shapes, [0] * len(shapes.rows), shapes.rows, priority)
             if tape is not None:
                 output = tape.allgather(each, tensor, output, sum(shapes.rows[:rank]))
             outputs.append(output)
@@ -159,17 +227,18 @@ def _allgather(
 
 
 def _reducescatter(
-    how: tuple[str, ReduceOp, float, float],
+    operation: str,
     tensors: Sequence[Any],
+    op: ReduceOp,
     name: Optional[str],
     priority: int,
+    factors: tuple[float, float],
     process_set: ProcessSet,
 ) -> Sequence[Any]:
-    operation, op, prescale, postscale = how
     world = process_set.world(operation)
-    call = make_call(world, operation)
+    call = Call(operation, world.topology)
     priority = priority_of(call, priority)
-    reduce = reduction(call, op, prescale, postscale, (Average, Sum))
+    reduce = reduction(call, op, *factors, (Average, Sum))
     check_name(call, name)
     check_list(call, tensors)
     if not tensors:
@@ -189,7 +258,7 @@ def _agree(
     call: Call, world: Member, kind: str, name: Optional[str], tensors: Sequence[Any]
 ) -> list[tuple[str, Any, Shapes]]:
     """Check all arrays, here and with the others, before anything is exchanged."""
-    refusals = [refusal_of(call, world, tensor, name) for tensor in tensors]
+    refusals = [_refusal_of(call, world, tensor, name) for tensor in tensors]
     refusal = next((error for error in refusals if error is not None), None)
     return [
         (each, tensor, exchange_shapes(call, world, kind, each, tensor, tensors=len(tensors), refusal=refusal))
@@ -197,7 +266,7 @@ def _agree(
     ]
 
 
-def refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> Optional[Exception]:
+def _refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> Optional[Exception]:
     """Why the array cannot take part, as the error to raise (InvalidRequestError and others); the others are told.
 
     Waits until the array is computed; the device where its operation takes place is ready afterwards.
@@ -206,20 +275,20 @@ def refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> O
     try:
         check_array(call, tensor, name)
         check_group(call, Group(shown, [tensor], [tensor]))
-        mxnet_compat.note_collective()
+        mxnet_compat.collectives.counts.reductions += 1
         if not tensor.shape:
             fix = "reshape it to (1,)."
             raise InvalidRequestError(call.message(shown, "tensor has no dimensions to take rows from.", fix))
-        home = home_of(world, tensor)
-        if home is not None and not world.is_alone:
-            world.start_device(home.device_id)
+        place = None if world.is_alone else gpu_of(world, mxnet_compat.context_of(tensor))
+        if place is not None:
+            world.start_device(place.device_id)
         tensor.wait_to_read()
     except Exception as error:  # noqa: BLE001 - what was to compute the array may have failed with anything
         return error
     return None
 
 
-def exchange(
+def _exchange(
     call: Call,
     world: Member,
     name: str,
@@ -229,32 +298,17 @@ def exchange(
     rows: Sequence[int],
     priority: int,
 ) -> Any:
-    """A new array of some rows of each worker's array; waits for it, inside ``world.submitting()``.
-
-    Parameters
-    ----------
-    call, world, name, priority
-        Who takes part in what.
-    tensor : NDArray
-        This worker's array.
-    shapes : Shapes
-        Of all workers' arrays.
-    starts, rows : sequence of int
-        By rank, the first row to take and how many; the same numbers at both ends.
-
-    Raises
-    ------
-    MismatchError, HorovodInternalError
-        As `allgather`.
-    """
+    """A new array of some rows of each worker's array; waits for it, inside ``world.submitting()``."""
+    # By rank: the first row to take and how many; the same numbers at both ends.
     context = mxnet_compat.context_of(tensor)
     output = buffer_like(tensor, context=context, shape=(sum(rows), *shapes.shapes[0][1:]))
     if world.is_alone:
         copy(tensor, output)
         return output
-    home = home_of(world, tensor)
-    (source, start), (target, place) = (_memory(world, *end) for end in ((tensor, home, True), (output, home, False)))
-    _run_exchange(call, world, name, ([start], [place]), shapes, starts, rows, priority, home is not None)
+    place = gpu_of(world, context)
+    source, start = _memory(world, tensor, place, is_input=True)
+    target, end = _memory(world, output, place, is_input=False)
+    _run_exchange(call, world, name, ([start], [end]), shapes, starts, rows, priority, place is not None)
     if target is not output:
         copy(target, output)
     del source  # alive until here
@@ -324,15 +378,16 @@ def _reduce_rows(
     output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
     if 0 in shape:
         return output
-    home = home_of(world, tensor)
-    (source, start), (target, place) = (_memory(world, *end) for end in ((tensor, home, True), (output, home, False)))
+    place = gpu_of(world, context)
+    source, start = _memory(world, tensor, place, is_input=True)
+    target, end = _memory(world, output, place, is_input=False)
     unit = shapes.row_bytes
     request = native.Request(
         "reducescatter",
         _data_name(name),
         call.label(name),
         [start],
-        [place],
+        [end],
         shape,
         shapes.dtype,
         op=how.op,
@@ -340,7 +395,7 @@ def _reduce_rows(
         postscale=how.postscale,
         priority=priority,
         parts=[(world.topology.rank, first * unit, rows * unit, 0)],
-        on_device=home is not None,
+        on_device=place is not None,
     )
     world.engine().run(request)
     if target is not output:
@@ -349,11 +404,11 @@ def _reduce_rows(
     return output
 
 
-def _memory(world: Member, array: Any, home: Any, is_input: bool) -> tuple[Any, int]:
-    """An array at `home` whose elements lie one after the other, and where: itself or a stand-in."""
+def _memory(world: Member, array: Any, place: Any, is_input: bool) -> tuple[Any, int]:
+    """An array at `place` whose elements lie one after the other, and where: itself or a staging copy."""
     adapter, handle = world.mxnet_adapter(), mxnet_compat.handle_of(array)
-    if home is not None:
-        is_fit = mxnet_compat.context_of(array) == home and adapter.is_dense(handle)
+    if place is not None:
+        is_fit = mxnet_compat.context_of(array) == place and adapter.is_dense(handle)
     else:
         # An input always goes through a copy: an operation that only reads it, too, may have oneDNN move it meanwhile.
         is_fit = not is_input and mxnet_compat.context_of(array).device_type.startswith("cpu")
@@ -363,12 +418,57 @@ def _memory(world: Member, array: Any, home: Any, is_input: bool) -> tuple[Any, 
     address = mxnet_compat.address_of(array) if is_fit else None
     if address is not None:
         return array, address
-    stand_in = buffer_like(array, context=home)
+    staging = buffer_like(array, context=place)
     if is_input:
-        copy(array, stand_in)
-    return stand_in, mxnet_compat.address_of(stand_in) or 0
+        copy(array, staging)
+    return staging, mxnet_compat.address_of(staging) or 0
 
 
 def _data_name(name: str) -> str:
     # The name itself is that of the table of shapes, where one worker's allgather meets another one's broadcast.
     return wire_name(NAMESPACE, f"{name}/rows")
+
+
+def _send(
+    call: Call,
+    world: Member,
+    name: str,
+    tensor: Any,
+    rows: Sequence[int],
+    priority: int,
+    refusal: Optional[Exception] = None,
+) -> tuple[Any, list[int]]:
+    """What the others sent, and how many rows came from each."""
+    shapes = exchange_shapes(call, world, "alltoall", name, tensor, details=rows, refusal=refusal)
+    rank = world.topology.rank
+    received = [details[rank] for details in shapes.details]
+    starts = [sum(details[:rank]) for details in shapes.details]
+    return _exchange(call, world, name, tensor, shapes, starts, received, priority), received
+
+
+def _rows_to_send(call: Call, name: Optional[str], tensor: Any, splits: Any, size: int) -> list[int]:
+    shown, length = name or call.operation, tensor.shape[0]
+    if splits is None:
+        if length % size:
+            fact, fix = f"{length} rows cannot be divided by {size} workers.", "pass splits."
+            raise InvalidRequestError(call.message(shown, fact, fix))
+        return [length // size] * size
+    fix = f"pass {size} non-negative numbers as int32, which make {length} together."
+    if hasattr(splits, "asnumpy"):
+        splits = splits.asnumpy()
+    if isinstance(splits, np.ndarray):
+        if splits.dtype != np.int32:
+            raise InvalidRequestError(call.message(shown, f"splits has dtype {splits.dtype.name}.", fix))
+        splits = splits.tolist() if splits.ndim == 1 else [splits.tolist()]
+    if not isinstance(splits, (list, tuple)) or not all(type(each) is int for each in splits):
+        raise InvalidTypeError(call.message(shown, f"splits is {splits!r}.", fix))
+    if len(splits) != size or any(each < 0 for each in splits) or sum(splits) != length:
+        raise InvalidRequestError(call.message(shown, f"splits is {list(splits)}, for {length} rows.", fix))
+    return list(splits)
+
+
+def _int32_like(array: Any, numbers: Sequence[int]) -> Any:
+    mx = mxnet_compat.require_mxnet()
+
+    kind = mx.np if mxnet_compat.is_np_ndarray(array) else mx.nd
+    return kind.array(np.array(numbers, np.int32), dtype="int32")

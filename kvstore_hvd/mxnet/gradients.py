@@ -12,10 +12,10 @@ from typing import Any, Optional
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.mxnet.calls import operations, unnamed
+from kvstore_hvd.mxnet.calls import NAMESPACE, unnamed
 from kvstore_hvd.store.arrays import buffer_like
-from kvstore_hvd.store.keys import Call, Group
-from kvstore_hvd.store.reduction import SUM, Reduction
+from kvstore_hvd.store.keys import SUM, Call, Group, Reduction
+from kvstore_hvd.store.operations import Operations
 from kvstore_hvd.world.member import Member
 
 
@@ -89,7 +89,8 @@ class Tape:
         self._check_world(name)
         total = buffer_like(array, context=mxnet_compat.context_of(array))
         # Not inside `submitting`: what that raises is for the program's own thread, and a lost world fails the result.
-        operations(self._world).pushpull(self._call, [Group(name, [array], [total])], self._priority, how)
+        groups = [Group(name, [array], [total])]
+        Operations(self._world, NAMESPACE).pushpull(self._call, groups, self._priority, how)
         return total
 
     def _check_world(self, name: str) -> None:

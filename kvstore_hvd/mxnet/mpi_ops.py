@@ -17,51 +17,35 @@ from typing import Any, Optional, TypeVar
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, fault_of_text
+from kvstore_hvd.join import zeros
+from kvstore_hvd.join.context import is_uneven
+from kvstore_hvd.mxnet import basics as _basics
 from kvstore_hvd.mxnet import gradients
-from kvstore_hvd.mxnet.all_to_all import alltoall
-from kvstore_hvd.mxnet.basics import (
-    ccl_built,
-    cross_rank,
-    cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    gloo_enabled,
-    init,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_built,
-    mpi_enabled,
-    mpi_threads_supported,
-    nccl_built,
-    rank,
-    rocm_built,
-    shutdown,
-    size,
-    start_timeline,
-    stop_timeline,
-)
+from kvstore_hvd.mxnet.basics import *  # noqa: F403
 from kvstore_hvd.mxnet.calls import (
     NAMESPACE,
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
     check_array,
     check_list,
     check_name,
-    make_call,
     names_for,
-    operations,
+    reduction,
     root_in,
 )
-from kvstore_hvd.mxnet.gathers import allgather, grouped_allgather, grouped_reducescatter, reducescatter
-from kvstore_hvd.mxnet.joining import join
+from kvstore_hvd.mxnet.gathers import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from kvstore_hvd.mxnet.reduce_ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum, reduction
-from kvstore_hvd.store.arrays import buffer_like, check_group
-from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, priority_of, wire_name
+from kvstore_hvd.store.arrays import buffer_like
+from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, check_group, priority_of, wire_name
+from kvstore_hvd.store.operations import Operations
 from kvstore_hvd.world import process
+from kvstore_hvd.world.member import Member
 
-# As in Horovod, its module of operations has the basics as well.
 __all__ = [
     "Adasum",
     "Average",
@@ -79,37 +63,16 @@ __all__ = [
     "barrier",
     "broadcast",
     "broadcast_",
-    "ccl_built",
-    "cross_rank",
-    "cross_size",
-    "cuda_built",
-    "ddl_built",
     "global_process_set",
-    "gloo_built",
-    "gloo_enabled",
     "grouped_allgather",
     "grouped_allreduce",
     "grouped_allreduce_",
     "grouped_reducescatter",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
     "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "mpi_enabled",
-    "mpi_threads_supported",
-    "nccl_built",
-    "rank",
     "reducescatter",
     "remove_process_set",
-    "rocm_built",
-    "shutdown",
-    "size",
-    "start_timeline",
-    "stop_timeline",
 ]
+__all__ += _basics.__all__  # as Horovod's module of operations has
 
 _AVERAGE_IS_DEPRECATED = "the parameter average is deprecated; pass op=hvd.Average or op=hvd.Sum."
 _InPlace = tuple[str, str, int, str, float, float]
@@ -168,8 +131,8 @@ def allreduce(
     HorovodInternalError
         The world is lost.
     """
-    how = ("allreduce", average, op, prescale_factor, postscale_factor)
-    reduced: Tensor = _allreduce(how, [tensor], name, priority, process_set, in_place=False)[0]
+    factors = prescale_factor, postscale_factor
+    reduced: Tensor = _allreduce("allreduce", False, [tensor], average, name, priority, factors, process_set, op)[0]
     return reduced
 
 
@@ -187,12 +150,10 @@ def allreduce_(
 
     Within ``mx.autograd.record()`` an array of the graph is refused with an InvalidRequestError: use `allreduce`.
     """
-    how = ("allreduce", average, op, prescale_factor, postscale_factor)
-    if process_set is global_process_set and _allreduce_in_place(
-        tensor, name, priority, average, op, prescale_factor, postscale_factor
-    ):
+    factors = prescale_factor, postscale_factor
+    if process_set is global_process_set and _allreduce_in_place(tensor, name, priority, average, op, *factors):
         return tensor
-    reduced: Tensor = _allreduce(how, [tensor], name, priority, process_set, in_place=True)[0]
+    reduced: Tensor = _allreduce("allreduce", True, [tensor], average, name, priority, factors, process_set, op)[0]
     return reduced
 
 
@@ -224,8 +185,8 @@ def grouped_allreduce(
     KVHvdError, TypeError
         As `allreduce`.
     """
-    how = ("grouped_allreduce", average, op, prescale_factor, postscale_factor)
-    return _allreduce(how, tensors, name, priority, process_set, in_place=False)
+    factors = prescale_factor, postscale_factor
+    return _allreduce("grouped_allreduce", False, tensors, average, name, priority, factors, process_set, op)
 
 
 def grouped_allreduce_(
@@ -239,8 +200,8 @@ def grouped_allreduce_(
     op: Optional[ReduceOp] = None,
 ) -> Sequence[Tensor]:
     """Reduce arrays over the workers in place, and return them. Parameters and exceptions as `grouped_allreduce`."""
-    how = ("grouped_allreduce", average, op, prescale_factor, postscale_factor)
-    return _allreduce(how, tensors, name, priority, process_set, in_place=True)
+    factors = prescale_factor, postscale_factor
+    return _allreduce("grouped_allreduce", True, tensors, average, name, priority, factors, process_set, op)
 
 
 def broadcast(
@@ -302,19 +263,60 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     process_set.world("barrier").barrier("hvd")
 
 
+def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:
+    """Wait until all workers have called this; until then, contribute zeros to every allreduce of the others.
+
+    Averages are still divided by the number of all workers; in minima, maxima and products this worker does not count.
+    Parameters are not updated here meanwhile: broadcast them afterwards from the rank that is returned, or use
+    `kvstore_hvd.join.Join`, which keeps them equal. Other operations than allreduce fail on the workers that call
+    them, with InvalidRequestError or InputFailedError, and can be repeated when all have joined.
+
+    Parameters
+    ----------
+    device : int
+        Without effect.
+    process_set : ProcessSet
+        Whose workers.
+
+    Returns
+    -------
+    int
+        The rank of the worker that joined last, among all workers; the same on all.
+
+    Raises
+    ------
+    InvalidRequestError, NotInitializedError
+        This worker is not a member of the set, it is within a `Join`, or there is no world.
+    MismatchError
+        Another worker waits at the end of a `Join`.
+    HorovodInternalError
+        The world is lost.
+    """
+    world = process_set.world("join")
+    if is_uneven() and not world.is_alone:
+        fact, fix = "it cannot be used within Join, whose workers wait for each other at its end.", "call it after it."
+        raise InvalidRequestError(Call("join", world.topology).message(None, fact, fix))
+    last = zeros.join(world)
+    with world.submitting():
+        world.agree_on_numbers()
+    return int((process_set.ranks or [])[last])
+
+
 def _allreduce(
-    how: tuple[str, Optional[bool], Optional[ReduceOp], float, float],
+    operation: str,
+    in_place: bool,
     tensors: Sequence[Any],
+    average: Optional[bool],
     name: Optional[str],
     priority: int,
+    factors: tuple[float, float],
     process_set: ProcessSet,
-    in_place: bool,
+    op: Optional[ReduceOp],
 ) -> Sequence[Any]:
-    operation, average, op, prescale, postscale = how
     world = process_set.world(operation)
-    call = make_call(world, operation)
+    call = Call(operation, world.topology)
     priority = priority_of(call, priority)  # before a call without a name counts
-    reduce = reduction(call, _op(call, average, op), prescale, postscale)
+    how = reduction(call, _op(call, average, op), *factors)
     check_name(call, name)
     check_list(call, tensors)
     if not tensors:
@@ -323,23 +325,19 @@ def _allreduce(
         check_array(call, tensor, name)
         if in_place:
             gradients.refuse_in_place(call, name, tensor)
-        elif reduce.op not in ("sum", "average"):
-            fact = f"op {reduce.op.capitalize()} has no gradient."
-            gradients.refuse_in_graph(
-                call, name, tensor, fact, "use Sum or Average, or call it within mx.autograd.pause()."
-            )
+        elif how.op not in ("sum", "average"):
+            fact = f"op {how.op.capitalize()} has no gradient."
+            fix = "use Sum or Average, or call it within mx.autograd.pause()."
+            gradients.refuse_in_graph(call, name, tensor, fact, fix)
     with world.submitting():
-        outs = [
-            tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor)) for tensor in tensors
-        ]
-        groups = _groups(call, world, name, tensors, outs, allow_rows=True)
-        _check_rows(call, groups, in_place)
+        groups = _groups(call, world, name, tensors, in_place, allow_rows=True)
         if len(tensors) > 1:
-            reduce = dataclasses.replace(reduce, group=_hash(tensors))
-        operations(world).pushpull(call, groups, priority, reduce)
-        tape = None if in_place or groups[0].is_row_sparse else gradients.tape(call, world, name, priority)
-        if tape is not None:
-            outs = [tape.allreduce(str(one.key), each, out, reduce) for one, each, out in zip(groups, tensors, outs)]
+            how = dataclasses.replace(how, group=_hash(groups))
+        Operations(world, NAMESPACE).pushpull(call, groups, priority, how)
+        outs = [group.outs[0] for group in groups]
+        if mxnet_compat.is_recording() and not (in_place or groups[0].is_row_sparse):
+            tape = gradients.Tape(call, world, name is not None, priority)
+            outs = [tape.allreduce(str(one.key), each, out, how) for one, each, out in zip(groups, tensors, outs)]
     return outs
 
 
@@ -365,7 +363,7 @@ def _allreduce_in_place(tensor: Any, *how: Any) -> bool:
     handle = mxnet_compat.handle_of(tensor)
     if adapter.pushpull_in_place(name, label, handle, priority, False, op, prescale, postscale) is None:
         return False
-    mxnet_compat.note_collective()
+    mxnet_compat.collectives.counts.reductions += 1
     return True
 
 
@@ -393,9 +391,9 @@ def _in_place(name: Any, priority: Any, average: Any, op: Any, prescale: Any, po
     return wire_name(NAMESPACE, name), f"'{name}'", priority, op.name.lower(), prescale, postscale
 
 
-def _hash(tensors: Sequence[Any]) -> int:
+def _hash(groups: Sequence[Group]) -> int:
     """Of shapes and dtypes, in their order."""
-    text = repr([(tuple(each.shape), mxnet_compat.dtype_name(each)) for each in tensors])
+    text = repr([(tuple(each.values[0].shape), each.facts[id(each.values[0])].dtype) for each in groups])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
@@ -403,7 +401,7 @@ def _broadcast(
     tensor: Any, root_rank: int, name: Optional[str], priority: int, process_set: ProcessSet, in_place: bool
 ) -> Any:
     world = process_set.world("broadcast")
-    call = make_call(world, "broadcast")
+    call = Call("broadcast", world.topology)
     priority = priority_of(call, priority)
     root = root_in(call, root_rank, process_set)
     check_name(call, name)
@@ -411,40 +409,33 @@ def _broadcast(
     if in_place:
         gradients.refuse_in_place(call, name, tensor)
     with world.submitting():
-        out = tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor))
-        groups = _groups(call, world, name, [tensor], [out])
-        operations(world).broadcast(call, groups, priority, root)
-        tape = None if in_place else gradients.tape(call, world, name, priority)
-        if tape is not None:
+        groups = _groups(call, world, name, [tensor], in_place)
+        Operations(world, NAMESPACE).broadcast(call, groups, priority, root)
+        out = groups[0].outs[0]
+        if mxnet_compat.is_recording() and not in_place:
+            tape = gradients.Tape(call, world, name is not None, priority)
             out = tape.broadcast(str(groups[0].key), tensor, out, root)
     return out
 
 
-def _check_rows(call: Call, groups: Sequence[Group], in_place: bool) -> None:
-    """Raise InvalidRequestError where row_sparse arrays cannot be reduced."""
-    rows = [group for group in groups if group.is_row_sparse]
-    if not rows:
-        return
-    if len(rows) < len(groups):
-        fact, fix = "the group has dense and row_sparse arrays.", "reduce each kind in a group of its own."
-        raise InvalidRequestError(call.message(rows[0].key, fact, fix))
-    if not in_place:
-        for group in rows:
-            fact, fix = "row_sparse arrays have no gradient here.", "call it within mx.autograd.pause()."
-            gradients.refuse_in_graph(call, str(group.key), group.values[0], fact, fix)
-
-
 def _groups(
-    call: Call,
-    world: Any,
-    name: Optional[str],
-    tensors: Sequence[Any],
-    outs: Sequence[Any],
-    allow_rows: bool = False,
+    call: Call, world: Member, name: Optional[str], tensors: Sequence[Any], in_place: bool, allow_rows: bool = False
 ) -> list[Group]:
-    groups = [Group(name or call.operation, [value], [out]) for value, out in zip(tensors, outs)]
-    for group in groups:
+    """The tensors with the arrays that receive the results, as groups that have been checked."""
+    groups, sparse = [], 0
+    for tensor in tensors:
+        out = tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor))
+        group = Group(name or call.operation, [tensor], [out])
         check_group(call, group, allow_rows)
+        groups.append(group)
+        sparse += group.is_row_sparse
+    if 0 < sparse < len(groups):
+        key = next(group.key for group in groups if group.is_row_sparse)
+        fact, fix = "the group has dense and row_sparse arrays.", "reduce each kind in a group of its own."
+        raise InvalidRequestError(call.message(key, fact, fix))
+    for group in groups if sparse and not in_place else ():
+        fact, fix = "row_sparse arrays have no gradient here.", "call it within mx.autograd.pause()."
+        gradients.refuse_in_graph(call, str(group.key), group.values[0], fact, fix)
     for group, key in zip(groups, names_for(call, world, name, len(tensors))):
         group.key = key
     return groups

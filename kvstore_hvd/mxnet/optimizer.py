@@ -8,19 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 import mxnet as mx
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
 from kvstore_hvd.mxnet.compression import Compression, store_type
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.store.arrays import copy
+from kvstore_hvd.store.keys import Reduction
 from kvstore_hvd.store.kvstore import Horovod
-from kvstore_hvd.store.operations import submit_all
-from kvstore_hvd.store.reduction import Reduction
 from kvstore_hvd.world.member import Member
 
 
@@ -154,7 +153,7 @@ class DistributedTrainer(mx.gluon.Trainer):
 
     def _allreduce_one_by_one(self) -> None:
         reduce = self._allreduce_compressed if self._is_compressed_here else self._allreduce
-        submit_all(
+        _submit_all(
             functools.partial(reduce, mxnet_compat.key_of(self, parameter), parameter.list_grad())
             for parameter in self._params
             if parameter.grad_req != "null"
@@ -264,7 +263,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
     def _exchange(self, index: Any, grad: Any) -> None:
         several = isinstance(index, (list, tuple))
-        submit_all(
+        _submit_all(
             functools.partial(_pushpull, self._store, key, gradient, self._sparse_as_dense)
             for key, gradient in (zip(index, grad) if several else [(index, grad)])
         )
@@ -294,6 +293,18 @@ def _checked_flag(who: str, flag: Any) -> bool:
     if not isinstance(flag, bool):
         _refuse(who, f"sparse_as_dense is {flag!r}.", "pass True or False.")
     return flag
+
+
+def _submit_all(submissions: Iterable[Callable[[], None]]) -> None:
+    """Make every submission, and raise the first error at the end: the other workers wait for all of them."""
+    failures: list[KVHvdError] = []
+    for submit in submissions:
+        try:
+            submit()
+        except KVHvdError as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _pushpull(store: Any, key: Any, gradients: Any, sparse_as_dense: bool) -> None:

@@ -12,21 +12,26 @@ from typing import Any, Optional
 
 from kvstore_hvd.mxnet_compat import engine_errors, graph, hooks, module, numpy_shim, optimizer, parameter, trainer
 from kvstore_hvd.mxnet_compat.arrays import (
+    Facts,
     address_of,
     bfloat16,
     bytes_in,
     context_of,
     dtype_name,
+    facts_of,
     handle_of,
+    is_in_graph,
     is_ndarray,
     is_np_ndarray,
     is_parameter,
+    is_recording,
+    is_tracing,
     read_into,
     stype_of,
     write_from,
 )
-from kvstore_hvd.mxnet_compat.autograd import differentiable, is_in_graph, is_recording, is_tracing
-from kvstore_hvd.mxnet_compat.engine_errors import engine_text, set_told, was_told
+from kvstore_hvd.mxnet_compat.autograd import differentiable
+from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.parameter import (
     after_initialization,
     arrays_of,
@@ -56,7 +61,7 @@ from kvstore_hvd.mxnet_compat.trainer import (
     states_in,
     trainers_of,
 )
-from kvstore_hvd.mxnet_compat.unsynchronised import note_collective
+from kvstore_hvd.mxnet_compat.unsynchronised import collectives
 from kvstore_hvd.mxnet_compat.versions import (
     MXNetUnavailableError,
     engine_is_naive,
@@ -69,6 +74,7 @@ from kvstore_hvd.mxnet_compat.versions import (
 )
 
 __all__ = [
+    "Facts",
     "MXNetUnavailableError",
     "address_of",
     "after_initialization",
@@ -77,6 +83,7 @@ __all__ = [
     "bfloat16",
     "broadcasts_parameters",
     "bytes_in",
+    "collectives",
     "context_of",
     "count_on_own_devices",
     "devices_of",
@@ -85,6 +92,7 @@ __all__ = [
     "engine_is_naive",
     "engine_text",
     "exchange_gradients",
+    "facts_of",
     "handle_of",
     "initialize",
     "initialize_awaiting",
@@ -107,7 +115,6 @@ __all__ = [
     "misfit",
     "name_parameters",
     "named_parameters",
-    "note_collective",
     "note_joinable",
     "numpy_shim",
     "parameters_in",
@@ -115,13 +122,11 @@ __all__ = [
     "read_into",
     "require_mxnet",
     "set_to_zero",
-    "set_told",
     "states_in",
     "stype_of",
     "trainers_of",
     "version_number",
     "waitall",
-    "was_told",
     "write_from",
     "zero_added_gradients",
 ]

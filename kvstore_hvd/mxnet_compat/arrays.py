@@ -6,30 +6,26 @@ import ctypes
 import functools
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvstore_hvd.base.dlpack import DLTensor
 
 
-def _class(module: str, name: str) -> Any:
-    return getattr(sys.modules.get(module), name, None)
-
-
 def is_ndarray(x: object) -> bool:
     """Whether `x` is an array of MXNet, ``mx.nd`` (sparse too) or ``mx.np``. Does not import MXNet."""
-    cls = _class("mxnet.ndarray.ndarray", "NDArray")
+    cls = getattr(sys.modules.get("mxnet.ndarray.ndarray"), "NDArray", None)
     return cls is not None and isinstance(x, cls)
 
 
 def is_np_ndarray(x: object) -> bool:
     """Whether `x` is an array of ``mx.np``. Does not import MXNet."""
-    cls = _class("mxnet.numpy.multiarray", "ndarray")
+    cls = getattr(sys.modules.get("mxnet.numpy.multiarray"), "ndarray", None)
     return cls is not None and isinstance(x, cls)
 
 
 def is_parameter(x: object) -> bool:
     """Whether `x` is a parameter of Gluon. Does not import MXNet."""
-    cls = _class("mxnet.gluon.parameter", "Parameter")
+    cls = getattr(sys.modules.get("mxnet.gluon.parameter"), "Parameter", None)
     return cls is not None and isinstance(x, cls)
 
 
@@ -41,6 +37,21 @@ def context_of(x: Any) -> Any:
 def stype_of(x: Any) -> str:
     """How the array is stored: ``'default'`` (dense), ``'row_sparse'`` or ``'csr'``."""
     return str(x.stype)
+
+
+class Facts(NamedTuple):
+    """What an operation asks of an array more than once."""
+
+    handle: int
+    dtype: str
+    stype: str
+    context: Any
+
+
+def facts_of(x: Any) -> Facts:
+    """The answers of `handle_of`, `dtype_name`, `stype_of` and `context_of`."""
+    context = x.device if hasattr(type(x), "device") else x.ctx
+    return Facts(x.handle.value or 0, _name_of(x.dtype), x.stype, context)
 
 
 def handle_of(x: Any) -> int:
@@ -119,3 +130,29 @@ def write_from(x: Any, address: int, size: int) -> None:
         ctypes.memmove(place.value or 0, address, size)
     else:
         check(library.MXNDArraySyncCopyFromCPU(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))
+
+
+# -- Autograd ---------------------------------------------------------------------------------------------------------
+
+
+def is_recording() -> bool:
+    """Whether this thread is inside ``autograd.record()``. Does not import MXNet."""
+    mxnet = sys.modules.get("mxnet")
+    return mxnet is not None and bool(mxnet.autograd.is_recording())
+
+
+def is_tracing() -> bool:
+    """Whether a block is being hybridized in this thread, in MXNet 2: arrays have no values then."""
+    traces = getattr(sys.modules.get("mxnet"), "_deferred_compute", None)
+    return traces is not None and bool(traces.is_deferred_compute())
+
+
+def is_in_graph(array: Any) -> bool:
+    """Whether gradients may flow to the array: it has one itself, or was recorded. Takes time for long recordings."""
+    import mxnet as mx
+
+    try:
+        mx.autograd.get_symbol(array)
+    except mx.MXNetError:
+        return False
+    return True

@@ -7,37 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd.mxnet_compat.arrays import context_of
-from kvstore_hvd.mxnet_compat.versions import is_imported
-
-
-def is_recording() -> bool:
-    """Whether this thread is inside ``autograd.record()``."""
-    if not is_imported():
-        return False
-    import mxnet as mx
-
-    return bool(mx.autograd.is_recording())
-
-
-def is_tracing() -> bool:
-    """Whether a block is being hybridized in this thread, in MXNet 2: arrays have no values then."""
-    if not is_imported():
-        return False
-    import mxnet as mx
-
-    traces = getattr(mx, "_deferred_compute", None)
-    return traces is not None and bool(traces.is_deferred_compute())
-
-
-def is_in_graph(array: Any) -> bool:
-    """Whether gradients may flow to the array: it has one itself, or was recorded. Takes time for long recordings."""
-    import mxnet as mx
-
-    try:
-        mx.autograd.get_symbol(array)
-    except mx.MXNetError:
-        return False
-    return True
 
 
 def differentiable(array: Any, result: Any, gradient: Callable[[Any], Any]) -> Any:

@@ -22,18 +22,8 @@ from kvstore_hvd import errors
 
 _TRACE = "Traceback (most recent call last):"
 
-_told = False
-
-
-def was_told() -> bool:
-    """Whether the program has got an error of an operation, and has called none since; lost worlds do not count."""
-    return _told
-
-
-def set_told(told: bool) -> None:
-    """See `was_told`. Errors that MXNet raises set it by themselves."""
-    global _told
-    _told = told
+#: Whether MXNet or a call has raised an error of an operation, and no call has followed; lost worlds do not count.
+raised = False
 
 
 def engine_text(error: errors.KVHvdError) -> str:
@@ -73,7 +63,8 @@ def _both(cls: type[errors.KVHvdError], mxnet_error: type) -> type:
 
     def init(self: Any, text: object = "", *rest: object) -> None:
         self.args = (restore_text(str(text), cls.__name__), *rest)
-        set_told(was_told() or not issubclass(cls, errors.HorovodInternalError))
+        global raised
+        raised = raised or not issubclass(cls, errors.HorovodInternalError)
 
     def to_text(self: Any) -> str:
         return str(self.args[0]) if self.args else ""

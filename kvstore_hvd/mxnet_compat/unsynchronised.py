@@ -14,6 +14,7 @@ import logging
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from kvstore_hvd import log
@@ -24,29 +25,29 @@ from kvstore_hvd.mxnet_compat import hooks
 # Updates before which a Trainer or Module is looked at.
 _FIRST_LOOK, _LAST_LOOK = 3, 100
 
-_broadcasts = _reductions = 0  # of this process
-_own = threading.local()  # whether this thread is in a Trainer's own exchange
+
+@dataclass
+class _Counts:
+    broadcasts: int = 0
+    reductions: int = 0
 
 
-def note_collective(reduces: bool = True) -> None:
-    """Count a collective of the program's; False: a broadcast."""
-    global _broadcasts, _reductions
-    if vars(_own):
-        return
-    if reduces:
-        _reductions += 1
-    else:
-        _broadcasts += 1
+class _Collectives(threading.local):
+    counts = _Counts()  # of this process
+
+
+#: The collectives of the program, by kind: each operation adds itself to ``collectives.counts``.
+collectives = _Collectives()
 
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
     """Count no collective of this thread: what a Trainer exchanges for itself says nothing of others."""
-    _own.exchanges = True
+    collectives.counts = _Counts()
     try:
         yield
     finally:
-        del _own.exchanges
+        del collectives.counts
 
 
 class Watch:
@@ -55,21 +56,22 @@ class Watch:
     def __init__(self, asked: Any) -> None:
         # MXNet creates no store, whatever was asked for, where one device has nobody to exchange anything with.
         self.asked = asked if asked is None or isinstance(asked, str) else getattr(asked, "type", type(asked).__name__)
-        self.updates, self.broadcasts, self.reductions = 0, _broadcasts, _reductions
+        self.updates, self.before = 0, replace(_Collectives.counts)
 
     def look(self, who: Any) -> Optional[Watch]:
         """Raise before an update of one that trains alone; None when later updates need no look."""
         workers = hooks.workers()
         if workers == 1:
             return self
-        if _reductions > self.reductions or not _is_local(who._kvstore) or config().allow_local_trainer:
+        counts = _Collectives.counts
+        if counts.reductions > self.before.reductions or not _is_local(who._kvstore) or config().allow_local_trainer:
             return None
-        number, has_broadcast, name = self.updates + 1, _broadcasts > self.broadcasts, type(who).__name__
+        number, has_broadcast, name = self.updates + 1, counts.broadcasts > self.before.broadcasts, type(who).__name__
         if number < _FIRST_LOOK:
             self.updates = number
             return self
         if self.asked is None:
-            has_broadcast = _broadcasts > 0  # local SGD begins with one, often before the Trainer is made
+            has_broadcast = counts.broadcasts > 0  # local SGD begins with one, often before the Trainer is made
             text = (
                 "%s has no kvstore, and nothing was exchanged by its third update: each of the %d workers trains a "
                 "model of its own. If that is not on purpose, pass kvstore='horovod'."

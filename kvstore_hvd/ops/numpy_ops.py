@@ -71,7 +71,7 @@ def allreduce(
         The world is lost.
     """
     _check_call("allreduce", name, op)
-    mxnet_compat.note_collective()
+    mxnet_compat.collectives.counts.reductions += 1
     if _is_on_gpu(array):
         return gpu_ops.allreduce(array, name, op, out, float(prescale), float(postscale))  # type: ignore[no-any-return]
     out = _check_arrays("allreduce", name, array, out)
@@ -109,7 +109,7 @@ def allreduce_init(
         The arguments are wrong.
     """
     _check_call("allreduce", name, op)
-    mxnet_compat.note_collective()
+    mxnet_compat.collectives.counts.reductions += 1
     out = _check_arrays("allreduce", name, array, out)
     scale = (float(prescale), float(postscale))
     world = process.current().member
@@ -158,7 +158,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
         fix = f"use a root of 0 to {size - 1}." if size > 1 else "use root 0."
         raise InvalidRequestError(_text("broadcast", name, f"there is no rank {root!r}.", fix))
     _check_call("broadcast", name)
-    mxnet_compat.note_collective(reduces=False)
+    mxnet_compat.collectives.counts.broadcasts += 1
     if _is_on_gpu(array):
         return gpu_ops.broadcast(array, int(root), name, out)  # type: ignore[no-any-return]
     out = _check_arrays("broadcast", name, array, out)

@@ -8,75 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, UnsupportedDtypeError
-from kvstore_hvd.store.keys import Call, Group
-
-_VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
-
-
-def check_group(call: Call, group: Group, allow_rows: bool = False) -> None:
-    """Check one key's arrays, before anything is submitted; the group learns whether they are row_sparse."""
-    for array in unique((*group.values, *group.outs)):
-        if mxnet_compat.stype_of(array) != "default":
-            _check_sparse(call, group, allow_rows)
-            break
-    dtypes = list(dict.fromkeys(mxnet_compat.dtype_name(array) for array in group.values))
-    for dtype in dtypes:
-        if dtype not in native.DTYPES:
-            raise UnsupportedDtypeError(
-                call.message(
-                    group.key,
-                    f"cannot {_VERBS.get(call.operation, call.operation)} dtype {dtype}.",
-                    "cast with .astype('int32'), or set grad_req='null'.",
-                    (f"Supported: {' '.join(native.DTYPES)}",),
-                )
-            )
-    if len(dtypes) > 1:
-        raise InvalidTypeError(
-            call.message(group.key, f"the values differ in dtype: {', '.join(dtypes)}.", "cast them to one dtype.")
-        )
-    shape = group.values[0].shape
-    for role, arrays in (("value", group.values), ("out", group.outs)):
-        for array in arrays:
-            if array.shape != shape:
-                raise InvalidRequestError(
-                    call.message(
-                        group.key,
-                        f"{role} has shape {array.shape}, but the first value has shape {shape}.",
-                        "pass arrays of one shape for each key.",
-                    )
-                )
-
-
-def _check_sparse(call: Call, group: Group, allow_rows: bool) -> None:
-    verb = _VERBS.get(call.operation, call.operation)
-    stypes = list(dict.fromkeys(mxnet_compat.stype_of(array) for array in (*group.values, *group.outs)))
-    stype = next(each for each in stypes if each != "default")
-    fix = "convert with .tostype('default'); in Gluon, create the layer with sparse_grad=False."
-    if not allow_rows or "csr" in stypes:
-        raise UnsupportedDtypeError(call.message(group.key, f"cannot {verb} {stype} arrays.", fix))
-    if len(stypes) > 1:
-        fact = f"cannot {verb} {stype} arrays into dense ones, or dense ones into them."
-        raise UnsupportedDtypeError(call.message(group.key, fact, "pass arrays of one storage type: .tostype(...)."))
-    if mxnet_compat.dtype_name(group.values[0]) == "bfloat16":
-        fact = f"cannot {verb} row_sparse arrays of dtype bfloat16."
-        raise UnsupportedDtypeError(call.message(group.key, fact, "cast with .astype('float32'), or " + fix))
-    group.is_row_sparse = True
-
-
-def unique(arrays: Sequence[Any]) -> list[Any]:
-    """The different objects among `arrays`, in order."""
-    return list({id(array): array for array in arrays}.values())
-
-
-def bytes_of(array: Any, dtype: str) -> int:
-    """How many bytes the array's elements take as `dtype`, one of those that travel."""
-    return int(math.prod(array.shape)) * native.ITEM_BYTES[dtype]
 
 
 def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tuple[int, ...] | None = None) -> Any:

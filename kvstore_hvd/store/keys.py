@@ -1,59 +1,121 @@
-"""Bring the many forms of a store's arguments into one: a list of groups, one for each key.
+"""The arguments of a store's call, brought into one form and checked: a group of arrays for each key.
 
-A call may name one key or a list of them, and give each key one array or a list (one for each device). Everything here
-is plain Python and knows no MXNet: what an array is, the caller says.
+A call may name one key or a list of them, and give each key one array or a list (one for each device).
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Union
 
-from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, MismatchError, message
+import numpy as np
+
+from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd.errors import (
+    InvalidRequestError,
+    InvalidTypeError,
+    MismatchError,
+    UnsupportedDtypeError,
+    message,
+)
 from kvstore_hvd.world.topology import Topology
 
 Key = Union[int, str]
 
-#: For how many keys a store remembers something of its own accord: bounds the memory of programs that never use a key
-#: twice.
+#: Most keys that a store keeps records of: bounds the memory of programs that never use a key twice.
 MAX_KEYS = 10_000
 
-# Names longer than this are shortened to a prefix and a digest; the native table holds 240 bytes.
+# Longest name in bytes: longer ones become a prefix and a digest. The native table holds 240 bytes.
 _MAX_NAME_BYTES = 200
+#: As kTwoBit and kStates in mismatch.cpp.
+_TWO_BIT, STATES = 0x32626974, 0x73746174
+STATES_FIX = "call hvd.broadcast_trainer_states(trainer) after load_states on one rank, or load_states on every rank."
+# The verb of an operation in messages.
+_VERBS = {"pushpull": "sum", "push": "sum", "init": "broadcast", "allreduce": "reduce", "grouped_allreduce": "reduce"}
 
 
 @dataclass
 class Group:
-    """What one call says about one key."""
+    """The arrays of one key in one call."""
 
     key: Key
     values: list[Any] = field(default_factory=list)  # contributions, one for each device
     outs: list[Any] = field(default_factory=list)  # arrays that receive the result
-    is_row_sparse: bool = False  # all of its arrays are
+    is_row_sparse: bool = False  # all arrays, as `check_group` finds
+
+    @functools.cached_property
+    def facts(self) -> dict[int, mxnet_compat.Facts]:
+        """Of each different array, by its id; values and outs change no more."""
+        found = {}
+        for array in (*self.values, *self.outs):
+            if id(array) not in found:
+                found[id(array)] = mxnet_compat.facts_of(array)
+        return found
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """How the values of one key are combined."""
+
+    op: str = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+    as_half: bool = False
+    weight: float = 1.0
+    group: int = 0
+    threshold: float = 0.0  # of 2bit compression; 0 is none
+
+    @functools.cached_property
+    def is_scaled(self) -> bool:
+        """Whether the result differs from the value of a single worker."""
+        return self.prescale != 1.0 or self.postscale != 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a sum, of whatever precision, and nothing else."""
+        return self.op == "sum" and not (self.is_scaled or self.threshold or self.group)
+
+    def tied_to_states(self, states: Sequence[int]) -> Reduction:
+        """The same; the workers also compare a number of updates, and which parameters have states."""
+        digest = zlib.crc32(repr(states).encode()) & 0xFFFF
+        return replace(self, group=STATES << 32 | digest << 16 | min(len(states) - 1, 0xFFFF))
+
+    @property
+    def of_signs(self) -> Reduction:
+        """The sum of the signs of 2bit compression; the workers compare their thresholds as a group."""
+        return Reduction(group=_TWO_BIT << 32 | int(np.float32(self.threshold).view(np.uint32)))
+
+
+SUM = Reduction()
 
 
 @dataclass(frozen=True)
 class Call:
-    """Who calls what: enough to say in an error message where it happened."""
+    """The caller and its operation, for messages."""
 
     operation: str
     topology: Topology
-    names: Mapping[str, str]
-    is_array: Callable[[Any], bool]
+    names: Mapping[str, str] = field(default_factory=dict)  # of parameters, by str(key)
 
     def label(self, key: Key) -> str:
         """How messages name the key: ``'dense0_weight' (key 3)``, ``'loss'`` or ``(key 3)``."""
-        name, shown = self._name_and_key(key)
-        return " ".join(
-            part for part in (f"'{name}'" if name else "", "" if shown is None else f"(key {shown})") if part
-        )
+        name = self.names.get(str(key))
+        if name:
+            return f"'{name}' (key {key})"
+        if isinstance(key, str):
+            return f"'{key}'" if key else ""
+        return f"(key {key})"
 
     def message(self, key: Key | None, fact: str, fix: str = "", details: tuple[str, ...] = ()) -> str:
         """The text of an error of this call about `key` (None: about the call as a whole)."""
-        name, shown = ("", None) if key is None else self._name_and_key(key)
+        name, shown = self.names.get(str(key), ""), key
+        if not name and isinstance(key, str):
+            name, shown = key, None
         return message(
             fact,
             **self.topology.speaker,
@@ -65,25 +127,22 @@ class Call:
         )
 
     def compare(self, key: Key, what: str, told: Sequence[Any], fix: str, shown: Sequence[Any] | None = None) -> None:
-        """Raise MismatchError unless all workers told the same; list what is shown of each, by default that."""
+        """Raise MismatchError unless the values of all ranks are equal; lists `shown`, by default the values."""
         if any(each != told[0] for each in told):
             details = tuple(self.topology.listed(told if shown is None else shown))
             raise MismatchError(self.message(key, f"ranks disagree on {what}.", fix, details))
 
-    def _name_and_key(self, key: Key) -> tuple[str, Key | None]:
-        name = self.names.get(str(key), "")
-        if name:
-            return name, key
-        return (key, None) if isinstance(key, str) else ("", key)
+
+def unique(arrays: list[Any]) -> list[Any]:
+    """The different objects among `arrays`, in order."""
+    return arrays if len(arrays) < 2 else list({id(array): array for array in arrays}.values())
 
 
 def wire_name(namespace: str, key: Key) -> str:
     """The name under which the workers match an operation: ``'s0/3'``. The keys 3 and '3' are the same key."""
     name = f"{namespace}/{key}"
     encoded = name.encode()
-    if len(encoded) <= _MAX_NAME_BYTES:
-        return name
-    return f"{name[:32]}#{hashlib.sha256(encoded).hexdigest()}"
+    return name if len(encoded) <= _MAX_NAME_BYTES else f"{name[:32]}#{hashlib.sha256(encoded).hexdigest()}"
 
 
 def priority_of(call: Call, priority: Any) -> int:
@@ -101,29 +160,69 @@ def priority_of(call: Call, priority: Any) -> int:
 
 def group_arguments(call: Call, key: Any, value: Any, out: Any = None, role: str = "value") -> list[Group]:
     """Group the arguments of a call by key."""
+    keys, values, outs = [key], [value], [out]
+    if isinstance(key, (list, tuple)):
+        keys = list(key)
+    for one_key in keys:
+        _check_key(call, one_key)
+    if isinstance(key, (list, tuple)):
+        if len({isinstance(one_key, str) for one_key in keys}) > 1:
+            raise InvalidTypeError(call.message(None, f"int and str keys are mixed: {keys!r}.", "use one kind of key."))
+        values = _list_for_keys(call, keys, value, role)
+        outs = [None] * len(keys) if out is None else _list_for_keys(call, keys, out, "out")
     groups: dict[str, Group] = {}
-    for one_key, one_value, one_out in _per_key(call, key, value, out, role):
+    for one_key, one_value, one_out in zip(keys, values, outs):
         group = groups.setdefault(str(one_key), Group(one_key))
-        values = _arrays(call, one_key, one_value, role)
-        group.values += values
-        group.outs += values if one_out is None else _arrays(call, one_key, one_out, "out")
+        arrays = _arrays(call, one_key, one_value, role)
+        group.values += arrays
+        group.outs += arrays if one_out is None else _arrays(call, one_key, one_out, "out")
     return list(groups.values())
 
 
-def _per_key(call: Call, key: Any, value: Any, out: Any, role: str) -> list[tuple[Key, Any, Any]]:
-    if not isinstance(key, (list, tuple)):
-        _check_key(call, key)
-        return [(key, value, out)]
-    for one_key in key:
-        _check_key(call, one_key)
-    kinds = {isinstance(one_key, str) for one_key in key}
-    if len(kinds) > 1:
-        raise InvalidTypeError(
-            call.message(None, f"int and str keys are mixed: {list(key)!r}.", "use one kind of key.")
-        )
-    values = _list_for_keys(call, key, value, role)
-    outs = [None] * len(key) if out is None else _list_for_keys(call, key, out, "out")
-    return list(zip(key, values, outs))
+def check_group(call: Call, group: Group, allow_rows: bool = False) -> None:
+    """Check the arrays of one key, before anything is submitted; sets `is_row_sparse`."""
+    for each in group.facts.values():
+        if each.stype != "default":
+            _check_sparse(call, group, allow_rows)
+            break
+    dtypes = []
+    for array in group.values:
+        dtype = group.facts[id(array)].dtype
+        if dtype not in native.DTYPES:
+            fact, fix = f"cannot {_verb(call)} dtype {dtype}.", "cast with .astype('int32'), or set grad_req='null'."
+            supported = f"Supported: {' '.join(native.DTYPES)}"
+            raise UnsupportedDtypeError(call.message(group.key, fact, fix, (supported,)))
+        if dtype not in dtypes:
+            dtypes.append(dtype)
+    if len(dtypes) > 1:
+        fact = f"the values differ in dtype: {', '.join(dtypes)}."
+        raise InvalidTypeError(call.message(group.key, fact, "cast them to one dtype."))
+    shape = group.values[0].shape
+    for role, arrays in (("value", group.values), ("out", group.outs)):
+        for array in arrays:
+            if array.shape != shape:
+                fact = f"{role} has shape {array.shape}, but the first value has shape {shape}."
+                fix = "pass arrays of one shape for each key."
+                raise InvalidRequestError(call.message(group.key, fact, fix))
+
+
+def _check_sparse(call: Call, group: Group, allow_rows: bool) -> None:
+    stypes = list(dict.fromkeys(each.stype for each in group.facts.values()))
+    stype = next(each for each in stypes if each != "default")
+    fix = "convert with .tostype('default'); in Gluon, create the layer with sparse_grad=False."
+    if not allow_rows or "csr" in stypes:
+        raise UnsupportedDtypeError(call.message(group.key, f"cannot {_verb(call)} {stype} arrays.", fix))
+    if len(stypes) > 1:
+        fact = f"cannot {_verb(call)} {stype} arrays into dense ones, or dense ones into them."
+        raise UnsupportedDtypeError(call.message(group.key, fact, "pass arrays of one storage type: .tostype(...)."))
+    if group.facts[id(group.values[0])].dtype == "bfloat16":
+        fact = f"cannot {_verb(call)} row_sparse arrays of dtype bfloat16."
+        raise UnsupportedDtypeError(call.message(group.key, fact, "cast with .astype('float32'), or " + fix))
+    group.is_row_sparse = True
+
+
+def _verb(call: Call) -> str:
+    return _VERBS.get(call.operation, call.operation)
 
 
 def _check_key(call: Call, key: Any) -> None:
@@ -145,21 +244,12 @@ def _check_key(call: Call, key: Any) -> None:
 
 def _list_for_keys(call: Call, keys: Any, given: Any, role: str) -> list[Any]:
     if not isinstance(given, (list, tuple)):
-        raise InvalidTypeError(
-            call.message(
-                None,
-                f"there is a list of {len(keys)} keys, but {role} is a {_type_name(given)}.",
-                f"pass a list with one {role} (or one list of them) for each key.",
-            )
-        )
+        fact = f"there is a list of {len(keys)} keys, but {role} is a {_type_name(given)}."
+        fix = f"pass a list with one {role} (or one list of them) for each key."
+        raise InvalidTypeError(call.message(None, fact, fix))
     if len(given) != len(keys):
-        raise InvalidRequestError(
-            call.message(
-                None,
-                f"there are {len(keys)} keys, but {role} has {len(given)} entries.",
-                f"pass one {role} (or one list of them) for each key.",
-            )
-        )
+        fact = f"there are {len(keys)} keys, but {role} has {len(given)} entries."
+        raise InvalidRequestError(call.message(None, fact, f"pass one {role} (or one list of them) for each key."))
     return list(given)
 
 
@@ -168,7 +258,7 @@ def _arrays(call: Call, key: Key, given: Any, role: str) -> list[Any]:
     if not arrays:
         raise InvalidRequestError(call.message(key, f"{role} is empty.", "pass at least one array for each key."))
     for array in arrays:
-        if not call.is_array(array):
+        if not mxnet_compat.is_ndarray(array):
             reject_array(call, key, array, role)
     return arrays
 
@@ -183,9 +273,8 @@ def reject_array(call: Call, key: Key | None, given: Any, role: str) -> NoReturn
         fix = "nest lists at most once for each key."
     else:
         fix = "pass an mx.nd.NDArray or mx.np.ndarray."
-    raise InvalidTypeError(
-        call.message(key, f"{role} is a {_type_name(given)}, which is not an array of MXNet.", fix),
-    )
+    fact = f"{role} is a {_type_name(given)}, which is not an array of MXNet."
+    raise InvalidTypeError(call.message(key, fact, fix))
 
 
 def _type_name(thing: object) -> str:

@@ -22,12 +22,22 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedMethodError
 from kvstore_hvd.native.records import Statistics
 from kvstore_hvd.store import divergence
-from kvstore_hvd.store.arrays import buffer_like, check_group, copy, unique
+from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.compression import arrays_from, parse_compression, read_residuals, values_of, write_residuals
-from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, Key, group_arguments, wire_name
-from kvstore_hvd.store.operations import Operations
-from kvstore_hvd.store.reduction import SUM, Reduction
-from kvstore_hvd.store.steps import Step, is_plain
+from kvstore_hvd.store.keys import (
+    MAX_KEYS,
+    SUM,
+    Call,
+    Group,
+    Key,
+    Reduction,
+    check_group,
+    group_arguments,
+    priority_of,
+    unique,
+    wire_name,
+)
+from kvstore_hvd.store.operations import Operations, Step
 from kvstore_hvd.store.usage import Measured, Report, Usage
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
@@ -138,7 +148,8 @@ class Horovod(mx.kvstore.KVStoreBase):
             The world is lost.
         """
         with self._member.submitting():
-            self._operations.broadcast(*self._check("broadcast", key, value, out), priority)
+            call, groups = self._check("broadcast", key, value, out)
+            self._operations.broadcast(call, groups, priority_of(call, priority))
 
     def pushpull(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Sum values over all devices and workers, and write the sum to every out. Asynchronous.
@@ -173,7 +184,7 @@ class Horovod(mx.kvstore.KVStoreBase):
             return
         with self._member.submitting():
             call, groups = self._check("pushpull", key, value, out, allow_rows=True)
-            self._operations.pushpull(call, groups, priority, self._reduction)
+            self._operations.pushpull(call, groups, priority_of(call, priority), self._reduction)
 
     def barrier(self) -> None:
         """Wait until every worker has called it. Does not wait for pending operations on arrays.
@@ -207,8 +218,10 @@ class Horovod(mx.kvstore.KVStoreBase):
             return
         with self._member.submitting():
             call, groups = self._check("push", key, value, allow_rows=True)
-            for group in groups:
-                group.outs = [buffer_like(group.values[0])]
+            priority = priority_of(call, priority)
+            groups = [
+                Group(each.key, each.values, [buffer_like(each.values[0])], each.is_row_sparse) for each in groups
+            ]
             self._operations.pushpull(call, groups, priority, self._reduction)
             for group in groups:
                 self._stored[str(group.key)] = group.outs[0]
@@ -476,14 +489,13 @@ class Horovod(mx.kvstore.KVStoreBase):
         return self._call("").label(int(key) if key.isascii() and key.isdigit() else key)
 
     def _call(self, operation: str) -> Call:
-        topology = self._member.topology
-        return Call(operation, topology, self._names, mxnet_compat.is_ndarray)
+        return Call(operation, self._member.topology, self._names)
 
     def _check(
         self, operation: str, key: Any, value: Any, out: Any = None, allow_rows: bool = False
     ) -> tuple[Call, list[Group]]:
         """Check everything that this worker can see, before anything is submitted."""
-        call = self._call(operation)
+        call = Call(operation, self._member.topology, self._names)
         groups = group_arguments(call, key, value, out)
         for group in groups:
             check_group(call, group, allow_rows)
@@ -508,7 +520,7 @@ class Horovod(mx.kvstore.KVStoreBase):
         bytes_summed = adapter.pushpull_in_place(*names, value.handle.value or 0, priority, self._reduction.as_half)
         if bytes_summed is None:
             return False
-        mxnet_compat.note_collective()
+        mxnet_compat.collectives.counts.reductions += 1
         self._count("pushpull", key, bytes_summed)
         return True
 
@@ -520,8 +532,11 @@ class Horovod(mx.kvstore.KVStoreBase):
 
     def _make_step(self, gradients: Sequence[tuple[Key, Any, int]]) -> Step | None:
         """What `_exchange` takes, of (key, array, priority); None if there is none. Called by the Trainer hook."""
-        arrays = [array for _, array, _ in gradients]
-        return Step(gradients) if arrays and all(map(is_plain, arrays)) else None
+        is_plain = all(
+            mxnet_compat.stype_of(array) == "default" and mxnet_compat.dtype_name(array) in native.DTYPES
+            for _, array, _ in gradients
+        )
+        return Step(gradients) if gradients and is_plain else None
 
     def _exchange(self, step: Step) -> bool:
         """Do what `pushpull` does for each gradient of a step, as one call. Called by the Trainer hook."""
@@ -536,10 +551,9 @@ class Horovod(mx.kvstore.KVStoreBase):
         if prepared is None and not member.is_alone:
             return False
         with member.submitting():
-            if step.batch.times:
-                step.batch.times += 1
-            else:
+            if not step.batch.times:
                 self._usage.add_batch(step.batch)
+            step.batch.times += 1
             if adapter is not None and prepared is not None:
                 adapter.pushpull_step(prepared, how.as_half, how.op, how.weight)
         return True

@@ -1,203 +1,268 @@
-"""From what a store's call says about its keys to operations of the engine, with copies before and after them.
+"""The operations of a store's call: which arrays the engine works on itself, and which through copies.
 
-Nothing waits here: copies and operations are handed to MXNet's engine, which runs each when its arrays are ready.
+First every key is prepared: inputs that the engine cannot read as they are get copied. Then every key's operation is
+submitted. Then results are copied to the outs that the engine could not write. Nothing waits here: copies and
+operations are handed to MXNet's engine, which runs each when its arrays are ready.
+
+An array goes through a staging copy when it is on another device or has another dtype than the sum, when it is sparse,
+and when another array or key of the call shares its memory, so that all is read before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import logging
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from kvstore_hvd import mxnet_compat
+from kvstore_hvd import gpu, log, mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError
 from kvstore_hvd.store import sparse
-from kvstore_hvd.store.arrays import buffer_like, bytes_of, copy, local_sum, scaled, unique
+from kvstore_hvd.store.arrays import buffer_like, copy, local_sum, scaled
 from kvstore_hvd.store.compression import check_compressible, expand, signs_of
-from kvstore_hvd.store.keys import Call, Group, Key, priority_of, wire_name
-from kvstore_hvd.store.placement import Placement, home_of
-from kvstore_hvd.store.reduction import SUM, Reduction
+from kvstore_hvd.store.keys import SUM, Call, Group, Key, Reduction, unique, wire_name
+from kvstore_hvd.store.usage import Batch
 from kvstore_hvd.world.member import Member
 
-Copies = list[Callable[[], None]]
+
+def gpu_of(world: Member, context: Any) -> Any:
+    """The GPU of an operation on arrays of this context; None for the CPU, also if GPUs are out of reach."""
+    if context.device_type.startswith("cpu"):
+        return None
+    if not world.reaches_gpus:
+        text = "arrays on GPUs are copied to the CPU and back, which is slow%s"
+        log.once("gpu-out-of-reach", logging.WARNING, text, "" if gpu.is_installed() else ": CuPy is not installed")
+        return None
+    return context
+
+
+@dataclass
+class _Prepared:
+    """One operation of the engine (none without inputs), and the copies that follow it."""
+
+    key: Key
+    inputs: list[Any] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    copies: list[Callable[[], None]] = field(default_factory=list)
+    root: int | None = None  # of a broadcast
 
 
 class Operations:
     """Carries out the calls of one store, whose arguments have been checked."""
 
-    def __init__(self, world: Member, namespace: str, count: Callable[[str, Key, int], None]) -> None:
+    def __init__(self, world: Member, namespace: str, count: Callable[[str, Key, int], None] | None = None) -> None:
         self._world = world
         self._namespace = namespace
-        self._count = count
-        #: Of 2bit compression: what this worker has not yet sent, by str(key).
+        self._count = count  # called with the operation, the key, and the size in bytes
+        #: Of 2bit compression: the part of gradients that this worker has not sent yet, by str(key).
         self.residuals: dict[str, Any] = {}
 
-    def broadcast(self, call: Call, groups: Sequence[Group], priority: Any, root: int = 0) -> None:
+    def broadcast(self, call: Call, groups: Sequence[Group], priority: int, root: int = 0) -> None:
         """Copy the root's value of each group into all outs of the group, on every worker."""
         for group in groups:
             if len(group.values) > 1:
                 fact = f"there are {len(group.values)} values for one key."
                 raise InvalidRequestError(call.message(group.key, fact, "pass one value, and a list of outs."))
-        priority = priority_of(call, priority)
-        mxnet_compat.note_collective(reduces=False)
-        placement = Placement(self._world, groups)
-        _submit_groups([partial(self._broadcast, call, group, placement, priority, root) for group in groups])
+        mxnet_compat.collectives.counts.broadcasts += 1
+        adapter = None if self._world.is_alone else self._world.mxnet_adapter()
+        aliased = _aliased(adapter, groups)
+        prepared = [self._prepare_broadcast(call, group, adapter, aliased, root) for group in groups]
+        failures = self._submit_all(call, prepared, adapter, priority, SUM)
+        if failures:
+            raise failures[0]
 
-    def pushpull(self, call: Call, groups: Sequence[Group], priority: Any, how: Reduction = SUM) -> None:
+    def pushpull(self, call: Call, groups: Sequence[Group], priority: int, how: Reduction = SUM) -> None:
         """Reduce the values of each group over the group and all workers, into all outs of the group."""
         # Waits for the groups of row_sparse arrays, after the others were submitted.
-        priority = priority_of(call, priority)
-        if how.threshold:
+        threshold = how.threshold
+        if threshold:
             for group in groups:
                 check_compressible(call, group)
-        mxnet_compat.note_collective()
+        mxnet_compat.collectives.counts.reductions += 1
         rows = [group for group in groups if group.is_row_sparse]
         if rows:
             groups = [group for group in groups if not group.is_row_sparse]
-            submit_all(
-                [partial(self._pushpull, call, groups, priority, how), partial(self._rows, call, rows, priority, how)]
-            )
-        else:
-            self._pushpull(call, groups, priority, how)
-
-    def _rows(self, call: Call, groups: Sequence[Group], priority: int, how: Reduction) -> None:
-        names = [wire_name(self._namespace, group.key) for group in groups]
-        sizes = sparse.pushpull(self._world, call, names, groups, priority, how)
-        for group, size in zip(groups, sizes):
-            self._count(call.operation, group.key, size)
-
-    def _pushpull(self, call: Call, groups: Sequence[Group], priority: int, how: Reduction) -> None:
-        # All inputs are copied before anything is submitted, and all outputs are copied after everything was.
-        outs, threshold = [unique(group.outs) for group in groups], how.threshold
         if threshold:
-            size = self._world.topology.size
+            size, outs = self._world.topology.size, [unique(group.outs) for group in groups]
             groups = [signs_of(group, self.residuals, threshold, how.prescale, size) for group in groups]
             how = how.of_signs
-        placement = Placement(self._world, groups)
-        prepared = [self._prepare(call, group, placement, how) for group in groups]
+        adapter = None if self._world.is_alone else self._world.mxnet_adapter()
+        aliased = _aliased(adapter, groups)
+        prepared = [self._prepare(call, group, adapter, aliased, how) for group in groups]
         if threshold:
             for one, group, receivers in zip(prepared, groups, outs):
                 one.copies.append(partial(expand, group.values[0], threshold, receivers))
+        failures = self._submit_all(call, prepared, adapter, priority, how)
+        if rows:
+            try:
+                self._reduce_rows(call, rows, priority, how)
+            except KVHvdError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
-        def submit(one: _Prepared) -> Copies:
-            if one.inputs:
-                self._submit(call, one, priority, how)
-            return one.copies
+    def _reduce_rows(self, call: Call, groups: Sequence[Group], priority: int, how: Reduction) -> None:
+        names = [wire_name(self._namespace, group.key) for group in groups]
+        sizes = sparse.pushpull(self._world, call, names, groups, priority, how)
+        for group, size in zip(groups, sizes):
+            if self._count is not None:
+                self._count(call.operation, group.key, size)
 
-        _submit_groups([partial(submit, one) for one in prepared])
-
-    def _broadcast(self, call: Call, group: Group, placement: Placement, priority: int, root: int) -> Copies:
-        """Submit one group; returns the copies that have to follow."""
-        value, outs = group.values[0], unique(group.outs)
-        dtype = mxnet_compat.dtype_name(value)
-        self._count(call.operation, group.key, bytes_of(value, dtype))
-        if self._world.is_alone:
-            # Two keys may share memory: read it before the other one writes.
-            source = local_sum([value]) if placement.is_aliased(value) else value
-            return [partial(copy, source, array) for array in outs if array is not source]
-        is_root = self._world.topology.rank == root
-        # The outs are about to be overwritten: one of them can serve as the wire's buffer, `value` only if it is one of
-        # them. The root's would have to hold the value before the others have agreed, and keep it when they do not.
+    def _prepare_broadcast(
+        self, call: Call, group: Group, adapter: native.MXNetAdapter | None, aliased: set[int], root: int
+    ) -> _Prepared:
+        """Choose the array that travels, and fill it on the root."""
+        value, outs, facts = group.values[0], unique(group.outs), group.facts[id(group.values[0])]
+        if self._count is not None:
+            self._count(call.operation, group.key, _bytes_of(value, facts.dtype))
+        if adapter is None:
+            # Two keys may share memory: one is read before the other one is written.
+            source = local_sum([value]) if id(value) in aliased else value
+            return _Prepared(group.key, copies=[partial(copy, source, array) for array in outs if array is not source])
+        is_root, place = self._world.topology.rank == root, gpu_of(self._world, facts.context)
+        direct = self._direct(group, adapter, aliased, place)
+        # An out can serve as the buffer, `value` only if it is an out itself. A buffer on the root would have to hold
+        # the value before the others have agreed, and would keep it when they do not.
         candidates = [value] if any(array is value for array in outs) else [] if is_root else outs
-        home = home_of(self._world, value)
-        wire = next((array for array in candidates if placement.is_direct(array, dtype, home)), None)
+        wire = next((array for array in candidates if id(array) in direct), None)
         if wire is None:
-            wire = buffer_like(value, context=home)
-        if home is not None:
-            self._world.start_device(home.device_id)
+            wire = buffer_like(value, context=place)
         if is_root and wire is not value:
             copy(value, wire)
-        self._world.mxnet_adapter().broadcast(
-            wire_name(self._namespace, group.key),
-            call.label(group.key),
-            mxnet_compat.handle_of(wire),
-            root,
-            priority,
-        )
-        return [partial(copy, wire, array) for array in outs if array is not wire and not (is_root and array is value)]
+        rest = [array for array in outs if array is not wire and not (is_root and array is value)]
+        return _Prepared(group.key, [wire], [wire], [partial(copy, wire, array) for array in rest], root)
 
-    def _prepare(self, call: Call, group: Group, placement: Placement, how: Reduction) -> _Prepared:
-        """Decide which arrays take part themselves and which through a copy, and start the copies of inputs."""
-        outs = unique(group.outs)
-        dtype = mxnet_compat.dtype_name(group.values[0])
-        self._count(call.operation, group.key, bytes_of(group.values[0], dtype))
-        if self._world.is_alone:
-            source = group.values[0]
-            if len(group.values) > 1 or placement.is_aliased(source):
-                source = local_sum(group.values)
+    def _prepare(
+        self, call: Call, group: Group, adapter: native.MXNetAdapter | None, aliased: set[int], how: Reduction
+    ) -> _Prepared:
+        """Choose the arrays that take part themselves, and copy the other inputs."""
+        values, facts = group.values, group.facts[id(group.values[0])]
+        if self._count is not None:
+            self._count(call.operation, group.key, _bytes_of(values[0], facts.dtype))
+        one = _Prepared(group.key)
+        if adapter is None:
+            source = values[0]
+            if len(values) > 1 or id(source) in aliased:
+                source = local_sum(values)
             if how.is_scaled:
                 source = scaled(source, how.prescale, how.postscale)
-            return _Prepared(group.key, copies=[partial(copy, source, array) for array in outs if array is not source])
-        home = home_of(self._world, group.values[0])
-        values = group.values
-        if home is not None:
-            self._world.start_device(home.device_id)
-            if len(values) > 1 and how.op in ("sum", "average"):
-                # On a GPU an operation takes one array of each worker.
-                values = [local_sum(values)]
-        stand_ins: dict[int, Any] = {}
-        for value in unique(values):
-            if not placement.is_direct(value, dtype, home):
-                stand_ins[id(value)] = buffer_like(value, context=home)
-                copy(value, stand_ins[id(value)])
-        inputs = [stand_ins.get(id(value), value) for value in values]
-        outputs = [array for array in outs if placement.is_direct(array, dtype, home)]
-        rest = [array for array in outs if not placement.is_direct(array, dtype, home)]
-        if not outputs:
-            # A stand-in of an input is ours to overwrite.
-            outputs = [next(iter(stand_ins.values())) if stand_ins else buffer_like(outs[0], dtype, context=home)]
-        return _Prepared(group.key, inputs, outputs, [partial(copy, outputs[0], array) for array in rest])
+            one.copies = [partial(copy, source, array) for array in unique(group.outs) if array is not source]
+            return one
+        place = gpu_of(self._world, facts.context)
+        direct = self._direct(group, adapter, aliased, place)
+        if place is not None and len(values) > 1 and how.op in ("sum", "average"):
+            # On a GPU an operation takes one array of each worker.
+            values = [local_sum(values)]
+            direct.add(id(values[0]))
+        staged: dict[int, Any] = {}
+        for value in values:
+            if id(value) not in direct and id(value) not in staged:
+                staged[id(value)] = buffer_like(value, context=place)
+                copy(value, staged[id(value)])
+            one.inputs.append(staged.get(id(value), value))
+        rest: list[Any] = []
+        for array in unique(group.outs):
+            (one.outputs if id(array) in direct else rest).append(array)
+        if not one.outputs:
+            # The staging copy of an input may be overwritten.
+            staging = next(iter(staged.values())) if staged else buffer_like(rest[0], facts.dtype, context=place)
+            one.outputs.append(staging)
+        for array in rest:
+            one.copies.append(partial(copy, one.outputs[0], array))
+        return one
 
-    def _submit(self, call: Call, prepared: _Prepared, priority: int, how: Reduction) -> None:
-        self._world.mxnet_adapter().pushpull(
-            wire_name(self._namespace, prepared.key),
-            call.label(prepared.key),
-            [mxnet_compat.handle_of(array) for array in prepared.inputs],
-            [mxnet_compat.handle_of(array) for array in prepared.outputs],
-            how.op,
-            how.prescale,
-            how.postscale,
-            priority,
-            how.as_half,
-            how.weight,
-            how.group,
-        )
+    def _direct(self, group: Group, adapter: native.MXNetAdapter, aliased: set[int], place: Any) -> set[int]:
+        """The ids of the arrays that the engine may work on themselves, in an operation at `place`."""
+        if place is not None:
+            self._world.start_device(place.device_id)
+        dtype, direct = group.facts[id(group.values[0])].dtype, set()
+        for array, each in group.facts.items():
+            is_there = each.context.device_type.startswith("cpu") if place is None else each.context == place
+            if each.dtype == dtype and is_there and array not in aliased:
+                if adapter.is_dense(each.handle):
+                    direct.add(array)
+                else:
+                    log.once("staged", logging.DEBUG, "some arrays go through staging copies: they are not dense.")
+        return direct
 
-
-@dataclass
-class _Prepared:
-    """One operation on the wire (none when there are no inputs), and the copies that follow it."""
-
-    key: Key
-    inputs: list[Any] = field(default_factory=list)
-    outputs: list[Any] = field(default_factory=list)
-    copies: Copies = field(default_factory=list)
-
-
-def submit_all(submissions: Iterable[Callable[[], object]]) -> None:
-    """Make every submission; the first one's error is raised at the end."""
-    # What a worker submits must not depend on what becomes of what it submitted before, or the others would wait for
-    # the rest.
-    failures: list[KVHvdError] = []
-    for submit in submissions:
+    def _submit_all(
+        self,
+        call: Call,
+        prepared: Sequence[_Prepared],
+        adapter: native.MXNetAdapter | None,
+        priority: int,
+        how: Reduction,
+    ) -> list[KVHvdError]:
+        """Submit every operation, and start the copies that follow; returns the errors of submissions."""
+        # The submissions of a worker must not depend on the fate of earlier ones: the other workers wait for all.
+        failures: list[KVHvdError] = []
+        copies: list[Callable[[], None]] = []
         try:
-            submit()
-        except KVHvdError as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
+            for one in prepared:
+                try:
+                    if adapter is not None:
+                        self._submit(call, one, adapter, priority, how)
+                    copies += one.copies
+                except KVHvdError as error:
+                    failures.append(error)
+        finally:
+            for start in copies:
+                start()
+        return failures
+
+    def _submit(self, call: Call, one: _Prepared, adapter: native.MXNetAdapter, priority: int, how: Reduction) -> None:
+        name, label = wire_name(self._namespace, one.key), call.label(one.key)
+        inputs = list(map(mxnet_compat.handle_of, one.inputs))
+        if one.root is not None:
+            adapter.broadcast(name, label, inputs[0], one.root, priority)
+            return
+        outputs = list(map(mxnet_compat.handle_of, one.outputs))
+        factors = how.prescale, how.postscale
+        adapter.pushpull(name, label, inputs, outputs, how.op, *factors, priority, how.as_half, how.weight, how.group)
 
 
-def _submit_groups(submissions: Sequence[Callable[[], Copies]]) -> None:
-    """Submit every group of a call, then start the copies that follow."""
-    copies: Copies = []
-    try:
-        submit_all(partial(_collect, submit, copies) for submit in submissions)
-    finally:
-        for each in copies:
-            each()
+def _aliased(adapter: native.MXNetAdapter | None, groups: Sequence[Group]) -> set[int]:
+    """The ids of arrays whose memory another array or key of the call may use. Without an adapter: a worker alone."""
+    if adapter is None:
+        # Copies cost little here, and the search for shared memory does not pay.
+        return {array for group in groups for array in group.facts} if len(groups) > 1 else set()
+    users: dict[int, set[tuple[int, int]]] = {}  # by storage: (number of the group, id of the array)
+    for number, group in enumerate(groups):
+        for array, facts in group.facts.items():
+            users.setdefault(adapter.chunk_id(facts.handle), set()).add((number, array))
+    aliased: set[int] = set()
+    for several in users.values():
+        if len(several) > 1:
+            aliased.update(array for _, array in several)
+    return aliased
 
 
-def _collect(submit: Callable[[], Copies], copies: Copies) -> None:
-    copies += submit()
+def _bytes_of(array: Any, dtype: str) -> int:
+    return int(math.prod(array.shape)) * native.ITEM_BYTES[dtype]
+
+
+class Step:
+    """The gradients of a Trainer's step, summed in place: looked at once, then summed by one native call a step."""
+
+    # A loop of `pushpull` over the parameters takes some microseconds for each, which a small network notices.
+
+    def __init__(self, gradients: Sequence[tuple[Key, Any, int]]) -> None:
+        self._gradients = gradients  # (key, array, priority)
+        sizes = [(key, _bytes_of(array, mxnet_compat.dtype_name(array))) for key, array, _ in gradients]
+        #: What to count each time.
+        self.batch = Batch("pushpull", sizes)
+        self._prepared: native.Step | None = None
+        self._prepared_for: object = None
+
+    def prepared(
+        self, adapter: native.MXNetAdapter, names: Callable[[Key], tuple[str, str]], version: object
+    ) -> native.Step | None:
+        """What `native.MXNetAdapter.pushpull_step` takes; None when an array needs a closer look."""
+        if self._prepared_for is not version:
+            self._prepared = adapter.prepare(
+                [(*names(key), mxnet_compat.handle_of(array), priority) for key, array, priority in self._gradients]
+            )
+            self._prepared_for = version
+        return self._prepared

@@ -18,9 +18,7 @@ import numpy as np
 
 from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, MismatchError
-from kvstore_hvd.store.arrays import unique
-from kvstore_hvd.store.keys import Call, Group
-from kvstore_hvd.store.reduction import STATES, STATES_FIX, Reduction
+from kvstore_hvd.store.keys import STATES, STATES_FIX, Call, Group, Reduction, unique
 from kvstore_hvd.world.member import Member
 
 _DTYPES = list(native.DTYPES)

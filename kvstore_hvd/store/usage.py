@@ -113,12 +113,10 @@ class Usage:
         counts.bytes += array_bytes * times
 
     def add_batch(self, batch: Batch) -> None:
-        """Count all operations of a batch once."""
-        if batch.times == 0:
-            if len(self._batches) >= _MOST_BATCHES:
-                self._settle()
-            self._batches.append(batch)
-        batch.times += 1
+        """Have a batch counted, whose `times` is 0 and grows from now on."""
+        if len(self._batches) >= _MOST_BATCHES:
+            self._settle()
+        self._batches.append(batch)
 
     def _settle(self) -> None:
         batches, self._batches = self._batches, []

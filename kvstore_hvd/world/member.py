@@ -20,6 +20,7 @@ import numpy as np
 from kvstore_hvd import gpu, log, mxnet_compat, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, ShutdownError, message
+from kvstore_hvd.mxnet_compat import engine_errors
 from kvstore_hvd.native.records import EngineStatistics
 from kvstore_hvd.world.segment import Connection, refusals_explained
 from kvstore_hvd.world.stall import StallInspector
@@ -186,12 +187,12 @@ class Member:
         """Wait for MXNet's operations; what one of them failed with is raised by the next call."""
         if not mxnet_compat.is_imported():
             return
-        told = mxnet_compat.was_told()
+        told = engine_errors.raised
         try:
             mxnet_compat.waitall()
         except Exception as error:  # noqa: BLE001 - whatever an operation failed with
             self.defer(error)
-            mxnet_compat.set_told(told)
+            engine_errors.raised = told
 
     def hold_unread(self, change: int) -> None:
         """Leave errors that nobody has read alone, while this was called with 1 more often than with -1."""
@@ -279,7 +280,8 @@ class Member:
     @property
     def is_alone(self) -> bool:
         """Whether this worker is the only one: then every operation is a local copy."""
-        return self.topology.size == 1 and not self._closed
+        assert self._world is not None
+        return self._world.topology.size == 1 and not self._closed
 
     def next_namespace(self, label: Callable[[str], str]) -> str:
         """A namespace for a new store: equal on all workers when they create their stores in the same order."""
@@ -385,7 +387,7 @@ class Member:
         """Surround the submission of operations: raises what went wrong since the last one."""
         # MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
         # is noticed whatever the program reads.
-        mxnet_compat.set_told(False)
+        engine_errors.raised = False
         connection = self._connection
         if connection is None and not self.is_alone:
             connection = self._connected()  # raises
@@ -400,7 +402,7 @@ class Member:
             self.defer(unread)
             raise
         if unread is not None:
-            mxnet_compat.set_told(True)
+            engine_errors.raised = True
             raise unread
 
     def check(self) -> None:
@@ -411,7 +413,7 @@ class Member:
     def _take_unread(self) -> Exception | None:
         adapter = self._adapter  # once: another thread may leave the world
         unread = None if adapter is None else adapter.take_unread_error()
-        deferred = self._take_deferred()
+        deferred = None if self._deferred is None else self._take_deferred()
         if unread is None or deferred is None:
             return unread if unread is not None else deferred
         if str(unread).partition("\n")[0] in str(deferred):

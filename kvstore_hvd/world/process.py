@@ -16,10 +16,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import log, mxnet_compat, native
+from kvstore_hvd import log, native
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, LaunchError, message
+from kvstore_hvd.mxnet_compat import engine_errors
 from kvstore_hvd.world.agree import exchange
 from kvstore_hvd.world.discover import discover
 from kvstore_hvd.world.exit import ExitWatchdog, early_end
@@ -459,7 +460,7 @@ class Process:
                 log_unread(self._member.deferred)
             self._recorder.finish()
             return
-        told = mxnet_compat.was_told()
+        told = engine_errors.raised
         reason = early_end(f"rank {self._member.topology.rank}")
         if self._watchdog is not None:
             rank, limit_s = self._member.topology.rank, config().exit_timeout_s
@@ -500,6 +501,9 @@ def current() -> Process:
     """This process."""
     return _current
 
+
+#: This worker's part in the world of all workers, joined or not.
+everybody = _current._member
 
 init = _current.init
 shutdown = _current.shutdown

@@ -100,7 +100,7 @@ def test_a_device_that_fails_loses_the_world(executors, rank, size):
 
 def test_gathers_of_mxnets_arrays(executors, rank, size, monkeypatch):
     """Allgather, alltoall and reducescatter of arrays on a GPU, for which the CPU stands in here, go to the device."""
-    monkeypatch.setattr(gathers, "home_of", lambda world, array: mx.cpu(0))
+    monkeypatch.setattr(gathers, "gpu_of", lambda world, context: mx.cpu(0))
     rows = [contribution(r, (2 * r + 1, 3), "float32") for r in range(size)]
     assert_same_bits(hvd.allgather(mx.nd.array(rows[rank])).asnumpy(), np.concatenate(rows))
     whole = [contribution(r, (size + 1, 5), "float32") for r in range(size)]
@@ -116,7 +116,7 @@ def test_gathers_of_mxnets_arrays(executors, rank, size, monkeypatch):
 
 def test_an_array_on_another_gpu_is_an_error_of_all(executors, rank, size, monkeypatch):
     """One worker's array is where its operations do not take place: all are told, and nobody waits."""
-    monkeypatch.setattr(gathers, "home_of", lambda world, array: mx.cpu(rank // (size - 1)))
+    monkeypatch.setattr(gathers, "gpu_of", lambda world, context: mx.cpu(rank // (size - 1)))
     with pytest.raises(
         InvalidRequestError, match=r"\[rank [0-9]/[0-9]\] an array is on GPU 1, but|rank [0-9] refused the call"
     ):

@@ -33,7 +33,7 @@ def array_of(like, values):
 def test_values_of_several_gpus_are_one_array_of_the_worker(kv, kind, rank, size, monkeypatch):
     """What takes place on a GPU takes one array of each worker; here the CPU stands in for the first GPU."""
     given, submit = [], Operations._submit
-    monkeypatch.setattr(operations, "home_of", lambda world, array: mx.cpu(0))
+    monkeypatch.setattr(operations, "gpu_of", lambda world, context: mx.cpu(0))
     monkeypatch.setattr(Member, "start_device", lambda self, device: None)
     monkeypatch.setattr(
         Operations, "_submit", lambda self, call, one, *rest: given.append(one) or submit(self, call, one, *rest)

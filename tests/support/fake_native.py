@@ -99,8 +99,8 @@ def fake_world(rank: int = 0, size: int = 2) -> Iterator[FakeConnection]:
     mine._member._world = World(topology, "fake", b"")
     mine._member._connection = connection  # type: ignore[assignment]
     before = process._current
-    process._current = mine
+    process._current, process.everybody = mine, mine._member
     try:
         yield connection
     finally:
-        process._current = before
+        process._current, process.everybody = before, before._member

@@ -39,8 +39,7 @@ def world(monkeypatch):
     for name in ("_store", "_world_size", "arena"):
         monkeypatch.setattr(hooks, name, getattr(hooks, name))
     registry.pop("horovod", None)
-    monkeypatch.setattr(unsynchronised, "_broadcasts", 0)
-    monkeypatch.setattr(unsynchronised, "_reductions", 0)
+    monkeypatch.setattr(unsynchronised._Collectives, "counts", unsynchronised._Counts())
     mxnet_compat.install_hooks(store_class(), lambda: World.size)
     yield World
     registry.clear()

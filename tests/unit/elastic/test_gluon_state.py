@@ -19,6 +19,7 @@ OPTIMIZERS = {"sgd": {"learning_rate": 0.1, "momentum": 0.9}, "nadam": {}}
 def alone(monkeypatch):
     """A world of one, which other tests do not see."""
     monkeypatch.setattr(process, "_current", process.Process())
+    monkeypatch.setattr(process, "everybody", process.current()._member)
 
 
 def make_net(contexts=()):

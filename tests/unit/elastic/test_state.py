@@ -23,6 +23,7 @@ from kvstore_hvd.world import process
 def alone(monkeypatch):
     """A world of one, which other tests do not see."""
     monkeypatch.setattr(process, "_current", process.Process())
+    monkeypatch.setattr(process, "everybody", process.current()._member)
 
 
 def state(**values):

@@ -25,7 +25,7 @@ def refused(has, exchanged="Nothing"):
 def said(monkeypatch, caplog):
     """What is logged; nothing was said or exchanged yet."""
     monkeypatch.setattr(log, "_said", set())
-    monkeypatch.setattr(unsynchronised, "_broadcasts", 0)
+    monkeypatch.setattr(unsynchronised._Collectives, "counts", unsynchronised._Counts())
     return caplog
 
 
@@ -34,7 +34,7 @@ def test_a_trainer_that_trains_alone_raises(world, kvstore, devices, by):
     """In its third update; collectives before it was made do not count."""
     world.size = 4
     net = network(devices)
-    mxnet_compat.note_collective()
+    mxnet_compat.collectives.counts.reductions += 1
     trainer = trainer_of(net, kvstore, update_on_kvstore=False)
     step(net, trainer, by)
     step(net, trainer, by)
@@ -64,7 +64,7 @@ def test_broadcasts_only(world, said):
     world.size = 4
     net = network()
     trainer = trainer_of(net, "device")
-    mxnet_compat.note_collective(reduces=False)
+    mxnet_compat.collectives.counts.broadcasts += 1
     for number in range(1, 100):
         step(net, trainer)
         assert len(said.messages) == (number >= 3)

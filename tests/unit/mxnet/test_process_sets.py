@@ -10,7 +10,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.mxnet import basics, mpi_ops, process_sets
 from kvstore_hvd.mxnet.optimizer import DistributedTrainer, Scale
-from kvstore_hvd.mxnet.set_agreement import agreed_sets, row_of
+from kvstore_hvd.mxnet.process_sets import agreed_sets, row_of
 from kvstore_hvd.world.topology import Host, Topology
 
 
@@ -83,7 +83,7 @@ def test_names_of_the_modules():
             assert getattr(hvd, name) is getattr(module, name)
     names = "init shutdown is_initialized size local_size cross_size rank local_rank cross_rank mpi_threads_supported"
     assert set(names.split()) <= set(mpi_ops.__all__)
-    for name in ("all_to_all", "gathers", "gradients"):
+    for name in ("gathers", "gradients"):
         importlib.import_module(f"kvstore_hvd.mxnet.{name}")
     assert callable(hvd.alltoall)  # not hidden by a module
 
