@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.mxnet import mpi_ops as _mpi_ops
-from kvstore_hvd.mxnet.basics import *  # noqa: F403
+from kvstore_hvd.mxnet.basics import *
 from kvstore_hvd.mxnet.compression import Compression
 from kvstore_hvd.mxnet.functions import (
     allgather_object,
@@ -22,7 +22,7 @@ from kvstore_hvd.mxnet.functions import (
     broadcast_parameters,
     broadcast_trainer_states,
 )
-from kvstore_hvd.mxnet.mpi_ops import *  # noqa: F403
+from kvstore_hvd.mxnet.mpi_ops import *
 from kvstore_hvd.mxnet_compat import require_mxnet as _require_mxnet
 
 __all__ = [

@@ -21,7 +21,7 @@ from kvstore_hvd.join import zeros
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet import basics as _basics
 from kvstore_hvd.mxnet import gradients
-from kvstore_hvd.mxnet.basics import *  # noqa: F403
+from kvstore_hvd.mxnet.basics import *
 from kvstore_hvd.mxnet.calls import (
     NAMESPACE,
     Adasum,
