@@ -1,29 +1,33 @@
 """Process sets: some of the workers, with collectives of their own.
 
-A set is a world inside the world of all workers: one that only its members join. The others are alone in it, so that
-what reduces among its members can be made on them, too, and reduces nothing there.
+A set is a world inside the world of all workers, which only its members join. Any other worker is alone in a world of
+its own: a store of the set can be made there, too, and reduces nothing.
+
+Workers agree on new sets by one table: each writes its own set (or that of its communicator) into a row, and all judge
+the same table. So all of them add the same sets, or none does.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Optional, Union
+from dataclasses import dataclass
+from typing import Any, Optional, Union
 
 import numpy as np
 
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
+from kvstore_hvd.store.keys import Call
 from kvstore_hvd.world import process
 from kvstore_hvd.world.agree import exchange
 from kvstore_hvd.world.member import InnerMember, Member
-from kvstore_hvd.world.topology import Topology
 
 #: The ranks of a set, in ascending order.
 Part = tuple[int, ...]
 
-# What a row tells behind the ranks: how many it names that no worker has, and the least of them; whether it names those
-# of a communicator, of which each worker knows its own only; and whether others than workers are in that.
+# The last columns of a row, behind one for each rank: the number of ranks that do not exist, and the least of them;
+# whether the ranks are those of a communicator (a worker knows its own part only); whether that has other processes.
 _FOREIGN, _LEAST, _OF_COMMUNICATOR, _STRANGERS = range(-4, 0)
 _EXTRA = 4
 _FIX = "add the same sets in the same order on every worker."
@@ -50,6 +54,7 @@ class ProcessSet:
     def __init__(self, ranks_or_comm: Any) -> None:
         self._comm = ranks_or_comm if hasattr(ranks_or_comm, "allgather") else None
         self._ranks: Optional[list[int]] = None if self._comm is not None else _check_ranks(ranks_or_comm)
+        self._registered: Optional[_Registered] = None
 
     @property
     def ranks(self) -> Optional[list[int]]:
@@ -85,40 +90,28 @@ class ProcessSet:
         return None if self.process_set_id is None else self.rank() != -1
 
     def world(self, operation: str, or_outside: bool = False) -> Member:
-        """This worker's part in the world that is the set.
-
-        Parameters
-        ----------
-        operation : str
-            Who asks, for messages.
-        or_outside : bool
-            Whether a worker that is no member has one too, in which it is alone.
-
-        Raises
-        ------
-        NotInitializedError
-            There is no world of workers.
-        InvalidRequestError
-            The set is not registered, or this worker is not a member.
-        """
-        everybody, registry = global_process_set.world(operation), _registry()
-        number = registry.number_of(self)
-        if number is None:
+        """This worker's part in the world of the set; `or_outside`: also where the worker is not in the set."""
+        everybody = global_process_set.world(operation)
+        call = Call(operation, everybody.topology)
+        if self.process_set_id is None or self._registered is None:
             fact, fix = f"{self} is not registered.", "add it with hvd.add_process_set() or hvd.init(process_sets=...)."
-            raise InvalidRequestError(_text(fact, fix, operation))
-        found, size = registry.sets[number].member, everybody.topology.size
+            raise InvalidRequestError(call.message(None, fact, fix))
+        found, size = self._registered.member, everybody.topology.size
         if found.ranks[-1] >= size:
             fact = f"{self} has ranks that do not exist any more: there are {size} workers."
-            raise InvalidRequestError(_text(fact, "use it when enough workers are there.", operation))
+            raise InvalidRequestError(call.message(None, fact, "use it when enough workers are there."))
         if found.topology.is_outside and not or_outside:
             fact = f"this worker is not one of the members, {rank_list(found.ranks)}."
-            raise InvalidRequestError(_text(fact, "call it on the members only.", operation))
+            raise InvalidRequestError(call.message(None, fact, "call it on the members only."))
         return found
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ProcessSet):
             return NotImplemented
         return self is other or (self.ranks is not None and self.ranks == other.ranks)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_registered": None}  # a copy is not registered
 
     def __hash__(self) -> int:
         return hash(ProcessSet)  # ranks may become known later
@@ -129,7 +122,7 @@ class ProcessSet:
 
 class _GlobalProcessSet(ProcessSet):
     def __init__(self) -> None:
-        self._comm = self._ranks = None
+        self._comm = self._ranks = self._registered = None
 
     @property
     def ranks(self) -> Optional[list[int]]:
@@ -149,47 +142,51 @@ class _GlobalProcessSet(ProcessSet):
 global_process_set = _GlobalProcessSet()
 
 
-class _Registered(NamedTuple):
-    """A registered set: the objects that stand for it, oldest first, and this worker's part in its world."""
+@dataclass(eq=False)
+class _Registered:
+    """A registered set: its number, this worker's part in its world, and the oldest object that stands for it."""
 
-    objects: list[ProcessSet]
+    number: int
     member: InnerMember
+    first: Optional[ProcessSet] = None
 
     @property
-    def first(self) -> ProcessSet:
-        """The oldest of the objects; one is made where this worker has named none."""
-        if not self.objects:
-            self.objects.append(ProcessSet(self.member.ranks))
-        return self.objects[0]
+    def process_set(self) -> ProcessSet:
+        """The oldest object; a new one where this worker has named none."""
+        if self.first is None:
+            self.first = ProcessSet(self.member.ranks)
+            self.first._registered = self
+        return self.first
 
 
 class _Registry:
     """The sets of one world."""
 
-    def __init__(self) -> None:
+    def __init__(self, departures: int) -> None:
+        self.departures = departures  # of this worker, before this world
         self.next_number = 1
-        self.wanted: list[ProcessSet] = []  # by a worker that has yet to be taken in by a running job
+        self.requested: list[ProcessSet] = []  # before a running job has taken this newcomer in
         self.sets: dict[int, _Registered] = {}
         self.is_dynamic = False
 
     def number_of(self, process_set: ProcessSet) -> Optional[int]:
         """Number of a registered set."""
         if process_set is global_process_set:
-            return 0 if process.current().is_initialized else None
-        found = (number for number, each in self.sets.items() if any(one is process_set for one in each.objects))
-        return next(found, None)
+            return 0 if process.everybody.is_initialized else None
+        found = process_set._registered
+        return None if found is None or self.sets.get(found.number) is not found else found.number
 
 
-# With the number of times that this worker had left by then: `shutdown` forgets the sets, `reset` keeps them.
-_latest: tuple[int, _Registry] = (0, _Registry())
+_latest = _Registry(0)
 
 
 def _registry() -> _Registry:
+    """The registry of the present world: `shutdown` forgets the sets, `reset` keeps them."""
     global _latest
     departures = process.current().departures
-    if _latest[0] != departures:
-        _latest = (departures, _Registry())
-    return _latest[1]
+    if _latest.departures != departures:
+        _latest = _Registry(departures)
+    return _latest
 
 
 def allow_dynamic() -> None:
@@ -224,17 +221,9 @@ def add_process_set(process_set: Union[ProcessSet, Iterable[int]]) -> ProcessSet
 
 
 def add_at_start(chosen: Sequence[ProcessSet]) -> None:
-    """As `add_process_set` for each, in any world: those of ``init()``.
+    """Register the sets of ``init()``, in any world: all, or none with an error on every worker.
 
-    Sets that are there already are used again, with these objects beside the former ones.
-
-    Raises
-    ------
-    InvalidRequestError, MismatchError
-        A set has ranks that do not exist, those of all workers, or those of another one of `chosen`; or the workers
-        name different ones. On every worker, and none of them is added.
-    LaunchError
-        As `add_process_set`.
+    A set that is registered already is used again; its new object stands beside the former ones.
     """
     if any(each.process_set_id is None for each in chosen):
         _register(chosen, "init")
@@ -243,68 +232,56 @@ def add_at_start(chosen: Sequence[ProcessSet]) -> None:
 def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
     world, registry = global_process_set.world(operation), _registry()
     if process.current().is_waiting:
-        registry.wanted += [each for each in chosen if not any(one is each for one in registry.wanted)]
+        registry.requested += [each for each in chosen if not any(one is each for one in registry.requested)]
         return
-    rows = [_row(each) for each in chosen]
+    call, rows = Call(operation, world.topology), [_row(world, each) for each in chosen]
     with world.submitting():
         if operation == "init":
-            _check_counts(world, len(rows))
-        told = world.all_rows(operation, "hvd.add_process_set", "process set", np.concatenate(rows))
-        agreed = agreed_sets(world.topology, operation, told)
+            table = world.all_rows("init", "hvd.init", "process sets", np.array([len(rows)], np.int64))
+            fix = "give init() the same sets on all workers."
+            call.compare(None, "the number of process sets", table[:, 0].tolist(), fix)
+        table = world.all_rows(operation, "hvd.add_process_set", "process set", np.concatenate(rows))
+        agreed = agreed_sets(call, table)
         parts = [part for each in agreed for part in each]
         numbers = {each.member.ranks: number for number, each in registry.sets.items()}
-        _check_new(operation, parts, numbers)
+        _check_new(call, parts, numbers)
         for part in parts:
             if part not in numbers:
-                numbers[part] = registry.next_number
+                number = numbers[part] = registry.next_number
                 registry.next_number += 1
-                member = process.current().join_inner(part, numbers[part])
-                registry.sets[numbers[part]] = _Registered([], member)
+                registry.sets[number] = _Registered(number, process.current().join_inner(part, number))
         for process_set, each in zip(chosen, agreed):
-            _name(process_set, each, numbers)
+            # An object stands for the one set that it names, or for this worker's part of several.
+            for part in each:
+                if len(each) == 1 or world.topology.rank in part:
+                    found = process_set._registered = registry.sets[numbers[part]]
+                    process_set._ranks = list(part)
+                    found.first = found.first or process_set
 
 
-def _check_counts(world: Member, count: int) -> None:
-    table = world.all_rows("init", "hvd.init", "process sets", np.array([count], np.int64))
-    if (table != table[0]).any():
-        details = world.topology.listed(table[:, 0].tolist())
-        fact, fix = "the workers name different numbers of process sets.", "give init() the same sets on all workers."
-        raise MismatchError(_text(fact, fix, "init", details))
-
-
-def _check_new(operation: str, parts: Sequence[Part], numbers: dict[Part, int]) -> None:
-    """Raise InvalidRequestError where a set is named twice, or may not be there yet."""
-    everybody = tuple(global_process_set.ranks or ())
-    twice = next((each for place, each in enumerate(parts) if each in parts[:place]), None)
-    if twice is not None:
-        fact, fix = f"process_sets has the set of {rank_list(twice)} twice.", "name each set once."
-        raise InvalidRequestError(_text(fact, fix, operation))
+def _check_new(call: Call, parts: Sequence[Part], numbers: dict[Part, int]) -> None:
+    """Raise InvalidRequestError where a set is named twice, or may not exist yet."""
+    for place, part in enumerate(parts):
+        if part in parts[:place]:
+            fact = f"process_sets has the set of {rank_list(part)} twice."
+            raise InvalidRequestError(call.message(None, fact, "name each set once."))
     for part in parts:
-        if part == everybody or (operation != "init" and part in numbers):
-            same = global_process_set if part == everybody else _registry().sets[numbers[part]].first
+        same: Optional[ProcessSet] = global_process_set if len(part) == call.topology.size else None
+        if part in numbers and call.operation != "init":
+            same = _registry().sets[numbers[part]].process_set
+        if same is not None:
             fact, fix = f"a process set with these ranks exists already: {same}.", "use that one, or remove it first."
-            raise InvalidRequestError(_text(fact, fix, operation))
+            raise InvalidRequestError(call.message(None, fact, fix))
 
 
-def _name(process_set: ProcessSet, parts: Sequence[Part], numbers: dict[Part, int]) -> None:
-    """Have an object stand for what it names: the one set, or this worker's part of several."""
-    own = process.current().topology.rank
-    for part in parts:
-        objects = _registry().sets[numbers[part]].objects
-        if len(parts) == 1 or own in part:
-            process_set._ranks = list(part)
-            if not any(each is process_set for each in objects):
-                objects.append(process_set)
-
-
-def _row(process_set: ProcessSet) -> Any:
-    """What this worker says of a set."""
-    topology, comm = process.current().topology, process_set.mpi_comm
-    if not comm:  # COMM_NULL has no ranks: the workers that are not members learn who is
+def _row(world: Member, process_set: ProcessSet) -> Any:
+    """This worker's row of a set."""
+    topology, comm = world.topology, process_set.mpi_comm
+    if not comm:  # COMM_NULL has no ranks: workers that are not members learn of them by the table
         return row_of(process_set.ranks or [], topology.size)
-    told = comm.allgather((process.current().member.job, topology.rank))
-    strangers = any(job != process.current().member.job for job, _ in told)
-    ranks = sorted({rank for _, rank in told if rank < topology.size})
+    processes = comm.allgather((world.job, topology.rank))
+    strangers = any(job != world.job for job, _ in processes)
+    ranks = sorted({rank for _, rank in processes if rank < topology.size})
     return row_of(ranks, topology.size, of_communicator=True, has_strangers=strangers)
 
 
@@ -328,13 +305,11 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     operation = "remove_process_set"
     _check_dynamic(operation)
     world, registry = global_process_set.world(operation), _registry()
-    number = registry.number_of(process_set)
+    number = registry.number_of(process_set) or 0
     with world.submitting():
-        table = world.all_rows(operation, "hvd.remove_process_set", "process set", np.array([number or 0], np.int64))
-        if (table != table[0]).any():
-            details = world.topology.listed(f"set {each}" for each in table[:, 0].tolist())
-            fix = "remove the same set on every worker."
-            raise MismatchError(_text("the workers name different process sets.", fix, operation, details))
+        table = world.all_rows(operation, "hvd.remove_process_set", "process set", np.array([number], np.int64))
+        call, named = Call(operation, world.topology), [f"set {each}" for each in table[:, 0].tolist()]
+        call.compare(None, "the process set", named, "remove the same set on every worker.")
         if not number:
             return False
         # Before an unread error is raised, which other workers may not have.
@@ -352,39 +327,36 @@ def rejoin() -> None:
     InvalidRequestError
         This worker is new, and was given a set by `init` that the others do not have.
     LaunchError, HorovodInternalError
-        As `register`.
+        As `add_process_set`.
     """
     world, registry = process.current().member, _registry()
-    if world.is_alone:
-        told = _as_text(registry)
-    else:
+    own = [(number, each.member.ranks) for number, each in registry.sets.items()]
+    text = json.dumps([registry.is_dynamic, registry.next_number, own])
+    if not world.is_alone:
         with world.submitting():
-            told = exchange(world.engine(), world.topology, "process sets", _as_text(registry))[0]
-    dynamic, registry.next_number, sets = json.loads(told)
+            text = exchange(world.engine(), world.topology, "process sets", text)[0]
+    dynamic, registry.next_number, sets = json.loads(text)
     registry.is_dynamic = registry.is_dynamic or dynamic
     before, registry.sets = registry.sets, {}
     for number, ranks in sets:
-        wanted = [each for each in registry.wanted if each.ranks == ranks]
-        known = before.get(number) or _Registered(wanted, InnerMember(ranks, number))
-        registry.sets[number] = known
-        if ranks[-1] < world.topology.size and not process.current().has_inner(known.member):
-            process.current().join_inner(ranks, number, known.member)
-    foreign = [each for each in registry.wanted if registry.number_of(each) is None]
-    registry.wanted.clear()
+        found = registry.sets[number] = before.get(number) or _Registered(number, InnerMember(ranks, number))
+        for each in registry.requested:
+            if each.ranks == ranks:
+                each._registered, found.first = found, found.first or each
+        if ranks[-1] < world.topology.size and not process.current().has_inner(found.member):
+            process.current().join_inner(ranks, number, found.member)
+    foreign = [each for each in registry.requested if registry.number_of(each) is None]
+    registry.requested.clear()
     if foreign:
         fact = f"{foreign[0]} is not one of the process sets of the running job."
-        raise InvalidRequestError(_text(fact, "give init() the same sets on all workers.", "init"))
-
-
-def _as_text(registry: _Registry) -> str:
-    sets = [(number, each.member.ranks) for number, each in registry.sets.items()]
-    return json.dumps([registry.is_dynamic, registry.next_number, sets])
+        fix = "give init() the same sets on all workers."
+        raise InvalidRequestError(Call("init", world.topology).message(None, fact, fix))
 
 
 def process_sets() -> list[ProcessSet]:
     """The registered sets in the order of their numbers, first the global one; none outside of a world."""
-    world = [global_process_set] if process.current().is_initialized else []
-    return [*world, *(each.first for each in _registry().sets.values())]
+    world = [global_process_set] if process.everybody.is_initialized else []
+    return [*world, *(each.process_set for each in _registry().sets.values())]
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
@@ -412,7 +384,7 @@ def _check_dynamic(operation: str) -> None:
     if not (config().dynamic_process_sets or _registry().is_dynamic):
         fact = "process sets cannot be added or removed in this world."
         fix = "call hvd.init(process_sets='dynamic'), or set HOROVOD_DYNAMIC_PROCESS_SETS=1."
-        raise InvalidRequestError(_text(fact, fix, operation))
+        raise InvalidRequestError(Call(operation, process.current().topology).message(None, fact, fix))
 
 
 def _check_ranks(ranks: Any) -> list[int]:
@@ -426,16 +398,11 @@ def _check_ranks(ranks: Any) -> list[int]:
     return checked
 
 
-def _text(fact: str, fix: str, operation: str, details: Sequence[str] = ()) -> str:
-    topology = process.current().topology
-    return message(fact, rank=topology.rank, size=topology.size, operation=operation, details=details, fix=fix)
-
-
-# -- The sets that the workers mean: all judge one table, so that all add the same sets, or none does ----------------
+# -- The table of new sets --------------------------------------------------------------------------------------------
 
 
 def row_of(ranks: Iterable[int], size: int, of_communicator: bool = False, has_strangers: bool = False) -> Any:
-    """What a worker says of one set."""
+    """A worker's row of one set, among `size` workers."""
     row = np.zeros(size + _EXTRA, np.int64)
     named = list(ranks)
     foreign = [rank for rank in named if not 0 <= rank < size]
@@ -444,46 +411,40 @@ def row_of(ranks: Iterable[int], size: int, of_communicator: bool = False, has_s
     return row
 
 
-def agreed_sets(topology: Topology, operation: str, table: Any) -> list[list[Part]]:
-    """The sets that every worker has to add, in order."""
-    size = topology.size
-    said = table.reshape(size, -1, size + _EXTRA)
-    return [_agreed(topology, operation, said[:, place]) for place in range(said.shape[1])]
+def agreed_sets(call: Call, table: Any) -> list[list[Part]]:
+    """The sets that every worker adds, in order: of each object one set, or the parts of a communicator."""
+    size = call.topology.size
+    rows = table.reshape(size, -1, size + _EXTRA)
+    return [_agreed(call, rows[:, place]) for place in range(rows.shape[1])]
 
 
-def _agreed(topology: Topology, operation: str, rows: Any) -> list[Part]:
-    size = topology.size
-    by_ranks: dict[tuple[Part, Part], list[int]] = {}  # by those that exist, and by one that does not
+def _agreed(call: Call, rows: Any) -> list[Part]:
+    size = call.topology.size
+    by_ranks: dict[tuple[Part, Part], list[int]] = {}  # by the ranks that exist, and by one that does not
     for rank, row in enumerate(rows):
         least: Part = (int(row[_LEAST]),) if row[_FOREIGN] else ()
         by_ranks.setdefault((tuple(np.flatnonzero(row[:size]).tolist()), least), []).append(rank)
     silent = by_ranks.pop(((), ()), [])
-
-    def text(fact: str, fix: str, details: Sequence[str] = ()) -> str:
-        return message(fact, **topology.speaker, operation=operation, details=details, fix=fix)
-
     if not by_ranks:
-        raise InvalidRequestError(text("the process set is empty.", "name at least one rank."))
+        raise InvalidRequestError(call.message(None, "the process set is empty.", "name at least one rank."))
     if rows[:, _STRANGERS].any():
         fact = f"the communicator of a process set has processes that are none of the {size} workers."
-        raise InvalidRequestError(text(fact, "split it from a communicator of the workers."))
-    if not _fit(by_ranks, silent, rows[:, _OF_COMMUNICATOR].astype(bool).tolist()):
+        raise InvalidRequestError(call.message(None, fact, "split it from a communicator of the workers."))
+    if len(by_ranks) == 1:
+        ((ranks, _),) = by_ranks
+        is_one = not set(silent) & set(ranks)  # a member names its set
+    else:
+        # The parts of a partition. A worker in none of them could not tell which part is meant.
+        is_one = not silent and all(
+            list(ranks) == names and rows[names, _OF_COMMUNICATOR].all() for (ranks, _), names in by_ranks.items()
+        )
+    if not is_one:
         details = [f"{sorted(ranks + foreign)}: {rank_list(who)}" for (ranks, foreign), who in by_ranks.items()]
         details += [f"no ranks: {rank_list(silent)}"] if silent else []
-        raise MismatchError(text("the workers name different process sets.", _FIX, details))
+        fact = "the workers name different process sets."
+        raise MismatchError(call.message(None, fact, _FIX, tuple(details)))
     for _, foreign in by_ranks:
         if foreign:
             fact = f"the set names {rank_list(foreign)}, but there are {size} workers."
-            raise InvalidRequestError(text(fact, f"use ranks from 0 to {size - 1}."))
+            raise InvalidRequestError(call.message(None, fact, f"use ranks from 0 to {size - 1}."))
     return sorted(ranks for ranks, _ in by_ranks)
-
-
-def _fit(by_ranks: dict[tuple[Part, Part], list[int]], silent: list[int], of_communicator: list[bool]) -> bool:
-    """Whether what the workers name is one set, or the parts of a partition; `silent` ones know none."""
-    if len(by_ranks) == 1:
-        ((ranks, _),) = by_ranks
-        return not set(silent) & set(ranks)
-    # Whoever is in no part could not tell which of them is meant.
-    return not silent and all(
-        list(ranks) == who and all(of_communicator[rank] for rank in who) for (ranks, _), who in by_ranks.items()
-    )

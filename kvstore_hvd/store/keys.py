@@ -126,10 +126,12 @@ class Call:
             fix=fix,
         )
 
-    def compare(self, key: Key, what: str, told: Sequence[Any], fix: str, shown: Sequence[Any] | None = None) -> None:
+    def compare(
+        self, key: Key | None, what: str, values: Sequence[Any], fix: str, shown: Sequence[Any] | None = None
+    ) -> None:
         """Raise MismatchError unless the values of all ranks are equal; lists `shown`, by default the values."""
-        if any(each != told[0] for each in told):
-            details = tuple(self.topology.listed(told if shown is None else shown))
+        if any(each != values[0] for each in values):
+            details = tuple(self.topology.listed(values if shown is None else shown))
             raise MismatchError(self.message(key, f"ranks disagree on {what}.", fix, details))
 
 

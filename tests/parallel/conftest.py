@@ -38,5 +38,5 @@ def dynamic(world):
     yield
     registry = process_sets._registry()
     for each in list(registry.sets.values()):
-        process_sets.remove_process_set(each.first)
+        process_sets.remove_process_set(each.process_set)
     registry.is_dynamic = False

@@ -115,7 +115,7 @@ def test_workers_that_name_different_sets(fresh, rank, size):
         pytest.skip("needs two workers")
     with pytest.raises(kvstore_hvd.MismatchError, match=r"name different process sets(.|\n)*\[0\]: rank 0\n"):
         hvd.init(process_sets=[hvd.ProcessSet([rank])])
-    with pytest.raises(kvstore_hvd.MismatchError, match=r"different numbers of process sets(.|\n)*  1: rank 0\n"):
+    with pytest.raises(kvstore_hvd.MismatchError, match=r"disagree on the number of process sets(.|\n)*  1: rank 0\n"):
         hvd.init(process_sets=[hvd.ProcessSet([each]) for each in range(1 + (rank > 0))])
     assert process_sets.process_sets() == [hvd.global_process_set]
     right = [hvd.ProcessSet([each]) for each in range(size)]

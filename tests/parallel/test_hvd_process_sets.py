@@ -129,7 +129,7 @@ def test_a_set_survives_a_reset(dynamic, rank, size):
 def test_a_set_that_a_running_job_does_not_have_is_refused_once(dynamic, rank, size):
     """As when a newcomer's `init` names one: it learns so as it is taken in, and not again in later worlds."""
     few = hvd.add_process_set([0]) if size > 1 else None
-    process_sets._registry().wanted.append(hvd.ProcessSet(range(size)))
+    process_sets._registry().requested.append(hvd.ProcessSet(range(size)))
     with pytest.raises(kvstore_hvd.InvalidRequestError, match="not one of the process sets of the running job"):
         process_sets.rejoin()
     kvstore_hvd.reset()
@@ -140,8 +140,9 @@ def test_a_set_that_a_running_job_does_not_have_is_refused_once(dynamic, rank, s
 def test_a_set_with_a_rank_that_does_not_exist_any_more(dynamic, rank, size):
     """As when its last member has left an elastic job: nobody waits for it, and the set says so when it is used."""
     registry, gone = process_sets._registry(), hvd.ProcessSet([0, size])
-    member = InnerMember([0, size], registry.next_number)
-    registry.sets[registry.next_number] = process_sets._Registered([gone], member)
+    number = registry.next_number
+    entry = process_sets._Registered(number, InnerMember([0, size], number), gone)
+    gone._registered = registry.sets[number] = entry
     registry.next_number += 1
     process_sets.rejoin()
     assert process_sets.process_sets() == [hvd.global_process_set, gone]

@@ -11,6 +11,7 @@ from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.mxnet import basics, mpi_ops, process_sets
 from kvstore_hvd.mxnet.optimizer import DistributedTrainer, Scale
 from kvstore_hvd.mxnet.process_sets import agreed_sets, row_of
+from kvstore_hvd.store.keys import Call
 from kvstore_hvd.world.topology import Host, Topology
 
 
@@ -18,7 +19,7 @@ def judged(*rows):
     """Return what is agreed where each worker says these rows."""
     size = len(rows)
     table = np.array([np.concatenate(each) for each in rows])
-    return agreed_sets(Topology.of(0, [Host("node", "a")] * size, source="launcher"), "init", table)
+    return agreed_sets(Call("init", Topology.of(0, [Host("node", "a")] * size, source="launcher")), table)
 
 
 def ranks(*named, size=4):
