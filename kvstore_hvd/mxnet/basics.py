@@ -163,14 +163,12 @@ def mpi_built() -> bool:
     return importlib.util.find_spec("mpi4py") is not None
 
 
-def gloo_enabled() -> bool:
-    """False: there is no Gloo here."""
-    return False
-
-
 def gloo_built() -> bool:
-    """False: there is no Gloo here."""
+    """False: neither Gloo nor DDL, oneCCL or ROCm is used here."""
     return False
+
+
+gloo_enabled = ddl_built = ccl_built = rocm_built = gloo_built
 
 
 def nccl_built() -> int:
@@ -183,21 +181,6 @@ def nccl_built() -> int:
         return 0
 
 
-def ddl_built() -> bool:
-    """False: there is no DDL here."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: there is no oneCCL here."""
-    return False
-
-
 def cuda_built() -> bool:
     """Whether arrays on GPUs can be reduced there: CuPy is installed, and this machine has a driver."""
     return gpu.is_installed() and runtime.driver_version() is not None
-
-
-def rocm_built() -> bool:
-    """False: there is no ROCm here."""
-    return False

@@ -131,6 +131,9 @@ _HEAD = 5
 class Shapes:
     """The arrays of one collective, by rank."""
 
+    call: Call
+    world: Member
+    name: str
     dtype: str
     shapes: list[tuple[int, ...]]
     details: list[tuple[int, ...]]
@@ -187,4 +190,4 @@ def exchange_shapes(
     else:
         call.compare(name, "the number of dimensions", [len(shape) for shape in shapes], _FIX, shapes)
         call.compare(name, "the shape beyond the first dimension", [shape[1:] for shape in shapes], _FIX, shapes)
-    return Shapes(_DTYPES[table[0][3]], shapes, [tuple(each[-size:].tolist()) for each in table])
+    return Shapes(call, world, name, _DTYPES[table[0][3]], shapes, [tuple(each[-size:].tolist()) for each in table])

@@ -42,19 +42,17 @@ class NoneCompressor(Compressor):
         return tensor
 
 
-class _Rounding(Compressor):
-    """Rounds float32 and float64, and leaves the rest as it is."""
+class FP16Compressor(Compressor):
+    """Rounds float32 and float64 to float16, and leaves the rest as it is."""
 
-    @staticmethod
-    def _target() -> Any:
-        """The dtype to round to."""
-        raise NotImplementedError
+    type = "fp16"
+    _dtype = "float16"
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """See `Compressor.compress`."""
         name = mxnet_compat.dtype_name(tensor)
-        return (_cast(tensor, cls._target()), name) if name in ("float32", "float64") else (tensor, None)
+        return (_cast(tensor, cls._dtype), name) if name in ("float32", "float64") else (tensor, None)
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
@@ -62,22 +60,11 @@ class _Rounding(Compressor):
         return tensor if ctx is None else _cast(tensor, ctx)
 
 
-class FP16Compressor(_Rounding):
-    """Rounds float32 and float64 to float16, and leaves the rest as it is."""
-
-    type = "fp16"
-
-    @staticmethod
-    def _target() -> Any:
-        return "float16"
-
-
-class BF16Compressor(_Rounding):
+class BF16Compressor(FP16Compressor):
     """Rounds float32 and float64 to bfloat16, and leaves the rest as it is."""
 
-    @staticmethod
-    def _target() -> Any:
-        return mxnet_compat.bfloat16()
+    type = ""
+    _dtype = "bfloat16"
 
 
 class Compression:

@@ -199,10 +199,14 @@ def gather_bytes(call: Call, world: Member, name: str, data: bytes, refusal: Opt
     shapes = exchange_shapes(call, world, "object", name, mine, refusal=refusal)
     if world.is_alone:
         return [data]
-    out = np.empty(sum(shapes.rows), np.uint8)
+    out, starts = np.empty(sum(shapes.rows), np.uint8), [0] * len(shapes.rows)
+    if out.size:
+        addresses = [mine.ctypes.data if data else 0], [out.ctypes.data]
+        request = native.Request(
+            "exchange", _data_name(shapes), call.label(name), *addresses, **_parts(shapes, starts, shapes.rows)
+        )
+        world.engine().run(request)
     ends = np.cumsum(shapes.rows)
-    addresses = [mine.ctypes.data if data else 0], [out.ctypes.data if out.size else 0]
-    _run_exchange(call, world, name, addresses, shapes, [0] * len(ends), shapes.rows, 0)
     return [out[end - rows : end].tobytes() for end, rows in zip(ends, shapes.rows)]
 
 
@@ -218,10 +222,10 @@ def _allgather(
         return tensors
     tape, outputs, rank = gradients.tape(call, world, name, priority), [], world.topology.rank
     with world.submitting():
-        for each, tensor, shapes in _agree(call, world, "allgather", name, tensors):
-            output = _exchange(call, world, each, tensor, shapes, [0] * len(shapes.rows), shapes.rows, priority)
+        for tensor, shapes in _agree(call, world, "allgather", name, tensors):
+            output = _exchange(shapes, tensor, [0] * len(shapes.rows), shapes.rows, priority)
             if tape is not None:
-                output = tape.allgather(each, tensor, output, sum(shapes.rows[:rank]))
+                output = tape.allgather(shapes.name, tensor, output, sum(shapes.rows[:rank]))
             outputs.append(output)
     return outputs
 
@@ -244,33 +248,32 @@ def _reducescatter(
     if not tensors:
         return tensors
     tape, outputs = gradients.tape(call, world, name, priority), []
+    rank, size = world.topology.rank, world.topology.size
     with world.submitting():
-        for each, tensor, shapes in _agree(call, world, "reducescatter", name, tensors):
-            first, rows = _share(world, tensor.shape[0])
-            output = _reduce_rows(call, world, each, tensor, shapes, reduce, priority, first, rows)
+        for tensor, shapes in _agree(call, world, "reducescatter", name, tensors):
+            share, rest = divmod(tensor.shape[0], size)
+            first, rows = share * rank + min(rank, rest), share + (rank < rest)
+            output = _reduce_rows(shapes, tensor, reduce, first, rows, priority)
             if tape is not None:
-                output = tape.reducescatter(each, tensor, output, reduce, first)
+                output = tape.reducescatter(shapes.name, tensor, output, reduce, first)
             outputs.append(output)
     return outputs
 
 
 def _agree(
     call: Call, world: Member, kind: str, name: Optional[str], tensors: Sequence[Any]
-) -> list[tuple[str, Any, Shapes]]:
-    """Check all arrays, here and with the others, before anything is exchanged."""
+) -> list[tuple[Any, Shapes]]:
+    """Check all arrays, here and with the other workers, before anything is exchanged."""
     refusals = [_refusal_of(call, world, tensor, name) for tensor in tensors]
     refusal = next((error for error in refusals if error is not None), None)
     return [
-        (each, tensor, exchange_shapes(call, world, kind, each, tensor, tensors=len(tensors), refusal=refusal))
+        (tensor, exchange_shapes(call, world, kind, each, tensor, tensors=len(tensors), refusal=refusal))
         for each, tensor in zip(names_for(call, world, name, len(tensors)), tensors)
     ]
 
 
 def _refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> Optional[Exception]:
-    """Why the array cannot take part, as the error to raise (InvalidRequestError and others); the others are told.
-
-    Waits until the array is computed; the device where its operation takes place is ready afterwards.
-    """
+    """The error to raise if the array cannot take part; waits until it is computed, and until its device is ready."""
     shown = name or call.operation
     try:
         check_array(call, tensor, name)
@@ -288,120 +291,65 @@ def _refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> 
     return None
 
 
-def _exchange(
-    call: Call,
-    world: Member,
-    name: str,
-    tensor: Any,
-    shapes: Shapes,
-    starts: Sequence[int],
-    rows: Sequence[int],
-    priority: int,
-) -> Any:
+def _exchange(shapes: Shapes, tensor: Any, starts: Sequence[int], rows: Sequence[int], priority: int) -> Any:
     """A new array of some rows of each worker's array; waits for it, inside ``world.submitting()``."""
     # By rank: the first row to take and how many; the same numbers at both ends.
     context = mxnet_compat.context_of(tensor)
     output = buffer_like(tensor, context=context, shape=(sum(rows), *shapes.shapes[0][1:]))
-    if world.is_alone:
+    if shapes.world.is_alone:
         copy(tensor, output)
-        return output
-    place = gpu_of(world, context)
-    source, start = _memory(world, tensor, place, is_input=True)
-    target, end = _memory(world, output, place, is_input=False)
-    _run_exchange(call, world, name, ([start], [end]), shapes, starts, rows, priority, place is not None)
-    if target is not output:
-        copy(target, output)
-    del source  # alive until here
+    elif max(shapes.rows) * shapes.row_elements:  # else no worker has anything
+        _fill(output, tensor, shapes, "exchange", priority, **_parts(shapes, starts, rows))
     return output
 
 
-def _run_exchange(
-    call: Call,
-    world: Member,
-    name: str,
-    addresses: tuple[list[int], list[int]],
-    shapes: Shapes,
-    starts: Sequence[int],
-    rows: Sequence[int],
-    priority: int,
-    on_device: bool = False,
-) -> None:
+def _parts(shapes: Shapes, starts: Sequence[int], rows: Sequence[int]) -> dict[str, Any]:
+    """The arguments of an exchange's request: the bytes that come from each rank, and how many elements go out."""
     unit, parts, place = shapes.row_bytes, [], 0
     for rank, (start, count) in enumerate(zip(starts, rows)):
         if count * unit:
             parts.append((rank, start * unit, count * unit, place))
         place += count * unit
-    extent = max(shapes.rows) * shapes.row_elements
-    contributed = shapes.rows[world.topology.rank] * shapes.row_elements
-    if extent == 0:
-        return  # nobody has anything
-    request = native.Request(
-        "exchange",
-        _data_name(name),
-        call.label(name),
-        *addresses,
-        (extent,),
-        shapes.dtype,
-        priority=priority,
-        parts=parts,
-        contributed=contributed,
-        on_device=on_device,
-    )
-    world.engine().run(request)
+    contributed = shapes.rows[shapes.world.topology.rank] * shapes.row_elements
+    extent = (max(shapes.rows) * shapes.row_elements,)
+    return {"shape": extent, "dtype": shapes.dtype, "parts": parts, "contributed": contributed}
 
 
-def _share(world: Member, rows: int) -> tuple[int, int]:
-    """The first one of this worker's rows, and their number."""
-    rank, size = world.topology.rank, world.topology.size
-    share, rest = divmod(rows, size)
-    return share * rank + min(rank, rest), share + (rank < rest)
-
-
-def _reduce_rows(
-    call: Call,
-    world: Member,
-    name: str,
-    tensor: Any,
-    shapes: Shapes,
-    how: Reduction,
-    priority: int,
-    first: int,
-    rows: int,
-) -> Any:
-    context, shape = mxnet_compat.context_of(tensor), shapes.shapes[0]
-    if world.is_alone:
-        if how.is_scaled:
-            return scaled(tensor, how.prescale, how.postscale)
-        output = buffer_like(tensor, context=context)
-        copy(tensor, output)
-        return output
+def _reduce_rows(shapes: Shapes, tensor: Any, how: Reduction, first: int, rows: int, priority: int) -> Any:
+    """This worker's rows of the reduced array; waits for them, inside ``world.submitting()``."""
+    context, shape, world = mxnet_compat.context_of(tensor), shapes.shapes[0], shapes.world
+    if world.is_alone and how.is_scaled:
+        return scaled(tensor, how.prescale, how.postscale)
     output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
-    if 0 in shape:
-        return output
-    place = gpu_of(world, context)
+    if world.is_alone:
+        copy(tensor, output)
+    elif 0 not in shape:
+        parts = [(world.topology.rank, first * shapes.row_bytes, rows * shapes.row_bytes, 0)]
+        reduction = {"op": how.op, "prescale": how.prescale, "postscale": how.postscale}
+        arguments = {"shape": shape, "dtype": shapes.dtype, "parts": parts, **reduction}
+        _fill(output, tensor, shapes, "reducescatter", priority, **arguments)
+    return output
+
+
+def _fill(output: Any, tensor: Any, shapes: Shapes, operation: str, priority: int, **arguments: Any) -> None:
+    """Run one operation of the engine from an array into another one, both through staging copies where necessary."""
+    world, place = shapes.world, gpu_of(shapes.world, mxnet_compat.context_of(tensor))
     source, start = _memory(world, tensor, place, is_input=True)
     target, end = _memory(world, output, place, is_input=False)
-    unit = shapes.row_bytes
     request = native.Request(
-        "reducescatter",
-        _data_name(name),
-        call.label(name),
+        operation,
+        _data_name(shapes),
+        shapes.call.label(shapes.name),
         [start],
         [end],
-        shape,
-        shapes.dtype,
-        op=how.op,
-        prescale=how.prescale,
-        postscale=how.postscale,
         priority=priority,
-        parts=[(world.topology.rank, first * unit, rows * unit, 0)],
         on_device=place is not None,
+        **arguments,
     )
     world.engine().run(request)
     if target is not output:
         copy(target, output)
     del source  # alive until here
-    return output
 
 
 def _memory(world: Member, array: Any, place: Any, is_input: bool) -> tuple[Any, int]:
@@ -424,9 +372,9 @@ def _memory(world: Member, array: Any, place: Any, is_input: bool) -> tuple[Any,
     return staging, mxnet_compat.address_of(staging) or 0
 
 
-def _data_name(name: str) -> str:
+def _data_name(shapes: Shapes) -> str:
     # The name itself is that of the table of shapes, where one worker's allgather meets another one's broadcast.
-    return wire_name(NAMESPACE, f"{name}/rows")
+    return wire_name(NAMESPACE, f"{shapes.name}/rows")
 
 
 def _send(
@@ -443,7 +391,7 @@ def _send(
     rank = world.topology.rank
     received = [details[rank] for details in shapes.details]
     starts = [sum(details[:rank]) for details in shapes.details]
-    return _exchange(call, world, name, tensor, shapes, starts, received, priority), received
+    return _exchange(shapes, tensor, starts, received, priority), received
 
 
 def _rows_to_send(call: Call, name: Optional[str], tensor: Any, splits: Any, size: int) -> list[int]:
