@@ -13,10 +13,10 @@ from typing import Any, Optional
 from kvstore_hvd.mxnet_compat import engine_errors, graph, hooks, module, numpy_shim, optimizer, parameter, trainer
 from kvstore_hvd.mxnet_compat.arrays import *
 from kvstore_hvd.mxnet_compat.engine_errors import engine_text
+from kvstore_hvd.mxnet_compat.hooks import *
 from kvstore_hvd.mxnet_compat.parameter import *
 from kvstore_hvd.mxnet_compat.trainer import *
 from kvstore_hvd.mxnet_compat.unsynchronised import collectives
-from kvstore_hvd.mxnet_compat.versions import *
 
 __all__ = ["collectives", "engine_text", "install_hooks", "numpy_shim"]
 

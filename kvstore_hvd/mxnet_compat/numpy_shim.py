@@ -16,22 +16,6 @@ from typing import Any, Optional
 # -- What MXNet misses in NumPy -----------------------------------------------------------------------------------
 
 
-def _in1d(np: Any) -> Callable[..., Any]:
-    def in1d(ar1: Any, ar2: Any, assume_unique: bool = False, invert: bool = False) -> Any:
-        """Tell for each element of `ar1` (flattened) whether it is in `ar2`."""
-        return np.isin(ar1, ar2, assume_unique=assume_unique, invert=invert).ravel()
-
-    return in1d
-
-
-def _msort(np: Any) -> Callable[..., Any]:
-    def msort(a: Any) -> Any:
-        """Return a copy of an array, sorted along the first axis."""
-        return np.sort(a, axis=0)
-
-    return msort
-
-
 def _gone(name: str) -> Callable[..., Any]:
     def gone(*_: object, **__: object) -> Any:
         raise NotImplementedError(f"numpy.{name} was removed from NumPy; numpy_financial has it.")
@@ -56,8 +40,8 @@ _NAMES: dict[str, Callable[[Any], Any]] = {
     "PZERO": lambda np: 0.0,
     "alltrue": lambda np: np.all,
     "compat": lambda np: types.SimpleNamespace(basestring=str),
-    "in1d": _in1d,
-    "msort": _msort,
+    "in1d": lambda np: lambda ar1, ar2, *args, **kwargs: np.isin(ar1, ar2, *args, **kwargs).ravel(),
+    "msort": lambda np: lambda a: np.sort(a, axis=0),
     "product": lambda np: np.prod,
     "round_": lambda np: np.round,
     "sometrue": lambda np: np.any,
