@@ -17,12 +17,12 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """The array to exchange, and what `decompress` needs to know."""
+        """The array to exchange, and the context for `decompress`."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """The array as it was before, with what was exchanged."""
+        """The exchanged array in the format of the original."""
         raise NotImplementedError
 
 

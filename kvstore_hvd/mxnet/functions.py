@@ -185,7 +185,7 @@ def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: Proc
             trainer.save_states(path)  # on all: it may have to make its store first, which is collective
             with open(path, "rb") as file:
                 data = file.read()
-        except Exception as error:  # noqa: BLE001 - it may raise anything; the others have to be told
+        except Exception as error:  # noqa: BLE001 - it may raise anything, and the other workers wait
             refusal = error
         with world.submitting():
             states = _broadcast_bytes(call, world, None, data, root, refusal)
@@ -202,7 +202,7 @@ def _written(obj: Any) -> tuple[bytes, Optional[Exception]]:
 
     try:
         return cloudpickle.dumps(obj, protocol=5), None
-    except Exception as error:  # noqa: BLE001 - objects may raise anything; the others have to be told
+    except Exception as error:  # noqa: BLE001 - objects may raise anything, and the other workers wait
         return b"", error
 
 
@@ -220,7 +220,7 @@ def _broadcast_bytes(
     table = world.all_rows(call.operation, wire_name(NAMESPACE, name), f"'{name}'", row)
     if refusal is not None:
         raise refusal
-    roots = [f"root {call.topology.rank_of_all(told)}" for told in table[:, 0].tolist()]
+    roots = [f"root {call.topology.rank_of_all(rank)}" for rank in table[:, 0].tolist()]
     call.compare(name, "the root", roots, "name the same root everywhere.")
     refusing = np.flatnonzero(table[:, 2])
     if refusing.size:
@@ -286,9 +286,8 @@ def _follow(call: Call, process_set: ProcessSet, namespace: str, shown: str, par
         with world.submitting():
             arrays = mxnet_compat.arrays_of(parameter) or []
             check_group(call, Group(shown, arrays[:1], arrays))
-            # Another array goes over the wire. Operators of MXNet share memory for intermediate results: those that
-            # wait for one parameter keep another one from being initialised. So the root's can be used at once, and the
-            # others take part before theirs are.
+            # A copy takes part in the operation. Operators of MXNet share memory for intermediate results: one that
+            # waits for this parameter would keep another parameter from being initialised.
             wire = buffer_like(arrays[0])
             if world.topology.rank == root:
                 copy(arrays[0], wire)

@@ -1,6 +1,6 @@
 """Allgather, reducescatter, alltoall: outputs depend on all workers' arrays, so they wait for input and result.
 
-First the workers tell each other their shapes, then the output is made, then one request of the engine fills it.
+First the workers exchange their shapes in one table. Then each makes its output, which one request fills.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def alltoall(
     if refusal is None:
         try:
             rows = _rows_to_send(call, name, tensor, splits, size)
-        except Exception as error:  # noqa: BLE001 - what was to compute the splits may have failed with anything
+        except Exception as error:  # noqa: BLE001 - any operator may have failed
             refusal = error
     tape = gradients.tape(call, world, name, priority)
     with world.submitting():
@@ -286,7 +286,7 @@ def _refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> 
         if place is not None:
             world.start_device(place.device_id)
         tensor.wait_to_read()
-    except Exception as error:  # noqa: BLE001 - what was to compute the array may have failed with anything
+    except Exception as error:  # noqa: BLE001 - any operator may have failed
         return error
     return None
 
@@ -358,7 +358,7 @@ def _memory(world: Member, array: Any, place: Any, is_input: bool) -> tuple[Any,
     if place is not None:
         is_fit = mxnet_compat.context_of(array) == place and adapter.is_dense(handle)
     else:
-        # An input always goes through a copy: an operation that only reads it, too, may have oneDNN move it meanwhile.
+        # An input always goes through a copy: another reader may have oneDNN change its layout meanwhile.
         is_fit = not is_input and mxnet_compat.context_of(array).device_type.startswith("cpu")
         if is_fit:
             array.wait_to_read()

@@ -1,8 +1,8 @@
-"""Gradients through collectives: what the gradients of all workers' outputs say about this worker's input.
+"""Gradients through collectives.
 
-Every worker calls ``backward`` for its own loss; gradients are those of the sum of all workers' losses. In a backward
-pass collectives are operations like any others, whose names follow from those of the calls that were recorded: they
-meet in whatever order a worker comes to them.
+Every worker calls ``backward`` for its own loss; gradients are those of the sum of all workers' losses. A collective of
+a backward pass is an operation with a name of its own, derived from the name of the forward call. So its order may
+differ between workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvstore_hvd.world.member import Member
 
 
 class Tape:
-    """Records the results of one call, for a backward pass that is to come."""
+    """Records the results of one call for its backward pass."""
 
     def __init__(self, call: Call, world: Member, is_named: bool, priority: int) -> None:
         self._call = call
@@ -41,7 +41,7 @@ class Tape:
         def gradient(given: Any) -> Any:
             total = self._reduced(name, given, SUM)
             if not is_root:
-                total[...] = 0  # after the reduction, which reads what was given
+                total[...] = 0  # after the reduction
             return total
 
         return mxnet_compat.differentiable(array, result, gradient)
@@ -88,7 +88,8 @@ class Tape:
     def _reduced(self, name: str, array: Any, how: Reduction) -> Any:
         self._check_world(name)
         total = buffer_like(array, context=mxnet_compat.context_of(array))
-        # Not inside `submitting`: what that raises is for the program's own thread, and a lost world fails the result.
+        # Not inside `submitting`: it raises unread errors, which are for the program's thread. A lost world fails the
+        # result.
         groups = [Group(name, [array], [total])]
         Operations(self._world, NAMESPACE).pushpull(self._call, groups, self._priority, how)
         return total
@@ -101,7 +102,7 @@ class Tape:
 
 
 def tape(call: Call, world: Member, name: Optional[str], priority: int) -> Optional[Tape]:
-    """What records the results of a call; None outside of ``autograd.record()``."""
+    """The tape of a call; None outside of ``autograd.record()``."""
     return Tape(call, world, name is not None, priority) if mxnet_compat.is_recording() else None
 
 

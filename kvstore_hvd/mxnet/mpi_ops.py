@@ -1,9 +1,7 @@
-"""Collectives on arrays of MXNet that are asynchronous: allreduce and broadcast; `gathers` has those that wait.
+"""The asynchronous collectives on arrays of MXNet: allreduce and broadcast. `gathers` has the collectives that wait.
 
-They are operations of MXNet's engine, like those of the store. They keep the order of the calls for each name; between
-names order does not matter.
-
-Within ``mx.autograd.record()`` gradients flow through those that make new arrays, see `gradients`.
+They are operations of MXNet's engine, like those of the store. Calls of one name keep their order; between names order
+does not matter. Within ``mx.autograd.record()`` gradients flow through calls that make new arrays, see `gradients`.
 """
 
 from __future__ import annotations
@@ -369,7 +367,7 @@ def _allreduce_in_place(tensor: Any, *how: Any) -> bool:
 
 @functools.lru_cache(MAX_KEYS, typed=True)
 def _in_place(name: Any, priority: Any, average: Any, op: Any, prescale: Any, postscale: Any) -> Optional[_InPlace]:
-    """What the adapter is told of an allreduce in place; None if the call needs a closer look."""
+    """The adapter's arguments for an allreduce in place; None if the call needs a closer look."""
     if average is not None and op is not None:
         return None
     if op is None:

@@ -23,7 +23,7 @@ ALIAS = "dist_horovod"
 # Of a wrapper: the function that it replaces.
 _WRAPPED = "_kvstore_hvd_wraps"
 
-# MXNet is one per process, and so is what was done to it.
+# MXNet is one per process, and so are the changes to it.
 _store: Optional[type] = None
 _world_size: Callable[[], Optional[int]] = lambda: None  # noqa: E731
 #: Where gradients live that all workers sum in place; None where there is no such memory.

@@ -5,8 +5,8 @@ workers. So a Trainer or a Module with such an optimizer gets no store of ours, 
 MXNet creates none for one device. All workers still begin with the parameters of the first one, which the
 optimizer's own store broadcasts. The gradients of several devices are first summed by a store of MXNet's.
 
-Such an optimizer updates in Python, not in the callback of a store: ctypes prints what is raised there, and goes on, so
-that the loss of the world would be noticed by nobody.
+Such an optimizer updates in Python, not in the callback of a store: ctypes prints an exception of a callback and goes
+on, so the loss of the world would pass unnoticed.
 
 An optimizer says that it is one by an attribute ``_kvstore_hvd_synchronised = True``. It may have
 ``_kvstore_hvd_store``, its store, one of ours; and, with an optimizer inside it, ``unwrap()`` and

@@ -24,8 +24,8 @@ from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, is_parameter
 from kvstore_hvd.mxnet_compat.graph import may_keep_gradients
 from kvstore_hvd.mxnet_compat.hooks import wrap
 
-# Of parameters without arrays: the name on the wire, '' if none, and what follows once there are arrays. No attribute:
-# a copy of a network does not take part in what the network waits for.
+# Of parameters without arrays: the name on the wire ('' if none) and the call that follows their initialisation. No
+# attribute: copies of a network do not wait with it.
 _awaiting: weakref.WeakKeyDictionary[Any, list[tuple[str, Callable[[Any], None]]]] = weakref.WeakKeyDictionary()
 
 
@@ -49,7 +49,7 @@ def named_parameters(thing: Any) -> dict[str, Any]:
     named = []
     if is_block(thing):
         named = sorted(thing._collect_params_with_prefix().items(), key=lambda item: item[0])
-        thing = thing.collect_params()  # a SymbolBlock does not tell the place of all
+        thing = thing.collect_params()  # a SymbolBlock has parameters without a place
     named += sorted(((str(name), parameter) for name, parameter in thing.items()), key=lambda item: item[0])
     once: dict[int, tuple[str, Any]] = {}
     for name, parameter in named:
@@ -132,7 +132,7 @@ def zero_added_gradients(parameter: Any) -> None:
 
 
 def awaited_names(parameter: Any) -> Sequence[str]:
-    """The names on the wire that `after_initialization` was told."""
+    """The names on the wire of the calls of `after_initialization`."""
     return [name for name, _ in _awaiting.get(parameter, ()) if name]
 
 
@@ -150,7 +150,7 @@ _WHY = "_kvstore_hvd_why_staged"
 
 
 class _Seen:
-    """The gradients of a parameter that we have looked at last (MXNet makes a new list to replace them)."""
+    """The latest known gradients of a parameter (MXNet replaces the list with the gradients)."""
 
     __slots__ = ("arena", "gradients")
 
@@ -160,12 +160,12 @@ class _Seen:
         self.arena: Callable[[], object] = (lambda: None) if arena is None else weakref.ref(arena)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        """Copies of a parameter, pickled ones too, have gradients that nobody has looked at."""
+        """Copies of a parameter, pickled ones too, have new gradients."""
         return (_Seen, ())
 
 
 def note_gradients(parameters: Iterable[Any]) -> None:
-    """Take note of gradients that somebody else is about to use."""
+    """Take note of gradients before a store of MXNet's uses them."""
     for parameter in parameters:
         if parameter._grad is not None and _SEEN not in parameter.__dict__:
             parameter.__dict__[_SEEN] = _Seen(parameter._grad)
@@ -208,7 +208,7 @@ def set_to_zero(gradient: Any) -> None:
 
 
 def why_staged(parameter: Any) -> str | None:
-    """Why a parameter's gradients are exchanged through staging memory; '' if they are not, None if nobody knows."""
+    """Why a parameter's gradients are exchanged through staging memory; '' if they are not, None if unknown."""
     why: str | None = parameter.__dict__.get(_WHY)
     return why
 

@@ -66,7 +66,7 @@ def devices_of(trainer: Any) -> list[Any]:
 
 
 def trainers_of(parameters: Iterable[Any]) -> list[Any]:
-    """The Trainers that update these parameters, in their order; of what is no parameter there is none."""
+    """The Trainers that update these parameters, in their order; other things have none."""
     found = [getattr(each, "_trainer", None) for each in parameters]
     trainers = [each() if isinstance(each, weakref.ref) else each for each in found]  # MXNet 2, MXNet 1
     return list({id(each): each for each in trainers if each is not None}.values())
@@ -115,7 +115,7 @@ def note_joinable(trainer: Any, joinable: Any) -> None:
 
 
 def joinable_of(trainer: Any) -> Any:
-    """What `note_joinable` was told, or None."""
+    """The joinable of `note_joinable`, or None."""
     return _exchange_of(trainer).joinable
 
 
@@ -128,7 +128,7 @@ def broadcasts_parameters(trainer: Any) -> bool:
 
 
 class _Exchange:
-    """What this package knows of a Trainer, and the gradients that the Trainer exchanges in one call in each step."""
+    """The state of this package for one Trainer: its gradients, exchanged in one call in each step, and how."""
 
     def __init__(self) -> None:
         #: By the identity of a parameter; in MXNet 2 every parameter calls itself 'weight' or 'bias'.
@@ -141,7 +141,7 @@ class _Exchange:
         self.ignores_stale = False
         #: The arrays whose gradients are fresh on any worker; None: unknown since the last update.
         self.fresh_anywhere: Optional[list[Any]] = None
-        #: By key: why a gradient is staged, as the store and the log were told.
+        #: By key: why a gradient is staged; in the store and the log, too.
         self._staged: Optional[dict[int, str]] = None
         #: Every how many updates parameters are compared; in which generation, and how many updates it has had.
         self.verify_every, self._generation, self._updates = 0, None, 0
@@ -221,7 +221,7 @@ class _Exchange:
     def verify(self, trainer: Any) -> None:
         """Have the store compare the parameters after every so many updates."""
         present = trainer._kvstore._generation
-        # Workers that are new to a world have not counted what came before it.
+        # New workers of a world have not counted earlier updates.
         self._generation, self._updates = present, self._updates + 1 if self._generation == present else 1
         if self._updates % self.verify_every == 0:
             labels = labels_of(trainer)
@@ -230,20 +230,20 @@ class _Exchange:
             trainer._kvstore._verify(labelled, f"after {self._updates} updates")
 
     def _tell_staged(self, trainer: Any) -> None:
-        """Tell the store which gradients are not summed in place, and why; and the log, once for each."""
-        labels, told = labels_of(trainer), self._staged or {}
+        """Record in the store which gradients are not summed in place, and why; and in the log, once for each."""
+        labels, logged = labels_of(trainer), self._staged or {}
         self._staged = {}
         for param in trainer._params:
             key, why = key_of(trainer, param), why_staged(param)
             if why is None:
                 continue
             self._staged[key] = why
-            if why and told.get(key) != why:
+            if why and logged.get(key) != why:
                 log.logger.debug("the gradient of '%s' (key %s) goes through staging memory: %s", labels[key], key, why)
         trainer._kvstore._set_staged_reasons(self._staged)
 
 
-# What is called in each step looks for the attribute itself first: that saves a call.
+# The wrappers of a step look for the attribute first, which saves a call.
 def _exchange_of(trainer: Any) -> _Exchange:
     found: Optional[_Exchange] = vars(trainer).get(_EXCHANGE)
     if found is None:  # it was made before MXNet was changed
@@ -284,7 +284,7 @@ def _allow_sparse(trainer: Any) -> None:
         fact = f"its weights are {sparse._stype}, and the store 'horovod' keeps none."
         fix = "use dense weights (stype='default'); their gradients may be row_sparse (grad_stype)."
         raise UnsupportedMethodError(message(fact, operation="Trainer", name=sparse.name, fix=fix))
-    # MXNet asks nothing else of it: what is left is what a Trainer with dense gradients does.
+    # MXNet asks nothing else: from here on it treats the gradients as dense ones.
     trainer._contains_sparse_grad = False
 
 

@@ -1,10 +1,9 @@
 """Trainers and Modules whose store stays in this worker: refused beside other workers, unless the script exchanges.
 
-A script may reduce by itself: gradients before each update, or parameters every few updates (local SGD). So the
-collectives that it calls are counted, whatever they are of, but not what other Trainers exchange for themselves.
-Without any since the Trainer or Module was made, its third update is refused; with broadcasts only it warns, and the
-100th one is refused. With ``kvstore=None`` it warns at most. After a collective that combines data of the workers
-nothing happens, and nobody looks again.
+A script may reduce by itself: gradients before each update, or parameters every few updates (local SGD). So its
+collectives are counted, but not the exchanges of other Trainers. Without a collective since the Trainer or Module was
+made, its third update is refused. With broadcasts only, it warns, and the 100th update is refused. With
+``kvstore=None`` it warns at most. After a collective that combines data of the workers, the watch ends.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class Watch:
     """Looks at the updates of a Trainer or Module that has no store of ours."""
 
     def __init__(self, asked: Any) -> None:
-        # MXNet creates no store, whatever was asked for, where one device has nobody to exchange anything with.
+        # MXNet creates no store for one device, whatever the Trainer asks for.
         self.asked = asked if asked is None or isinstance(asked, str) else getattr(asked, "type", type(asked).__name__)
         self.updates, self.before = 0, replace(_Collectives.counts)
 

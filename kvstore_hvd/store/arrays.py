@@ -1,4 +1,4 @@
-"""MXNet arrays as the store needs them: what is accepted, and copies that MXNet makes itself.
+"""New arrays of MXNet, and copies and sums that MXNet computes itself.
 
 Copies run asynchronously in MXNet's engine. Unlike a raw pointer they understand every layout: weights may lie in an
 opaque one after an inference pass.
@@ -50,7 +50,7 @@ def copy(source: Any, destination: Any) -> None:
 
 def local_sum(values: Sequence[Any]) -> Any:
     """The sum of a process's own arrays, in order, as a new array on the first one's device; asynchronous."""
-    # Halves are summed in float32 and rounded once: on the CPU by the native kernels, elsewhere as they do it.
+    # Halves are summed in float32 and rounded once, by the native kernels on the CPU and by the same rule elsewhere.
     import mxnet as mx
 
     first = values[0]
@@ -78,8 +78,8 @@ def local_sum(values: Sequence[Any]) -> Any:
 
 def scaled(array: Any, prescale: float, postscale: float) -> Any:
     """A new array on the array's device with the values times both factors; asynchronous."""
-    # By the native kernels, as where there are several workers: integers scale in float64 and are truncated after each
-    # factor, halves scale in float32, and are rounded after each factor.
+    # The native kernels compute it, as with several workers: integers scale in float64 and are truncated after each
+    # factor, halves scale in float32 and are rounded after each factor.
     result = _reduced([array], prescale, postscale)
     if _is_on_cpu(array):
         return result

@@ -16,7 +16,7 @@ from kvstore_hvd.world.member import Member
 
 __all__ = ["compare", "verify"]
 
-# What stands for a hash where there is none; an array has one of them by a chance of 2^-63.
+# Values in place of a hash. An array has one of them as its hash by a chance of 2^-63.
 _NO_DATA, _UNREADABLE = 0, -1
 _SHOWN = {_NO_DATA: "not initialised", _UNREADABLE: "could not be read"}
 
@@ -36,7 +36,7 @@ def verify(params: Any) -> None:
     Raises
     ------
     DivergedError
-        They differ; on every worker, with the first one that differs, and who has what. The world stays usable.
+        They differ; on every worker, with the first one that differs and its hashes by rank. The world stays usable.
     MismatchError
         The workers passed different numbers of parameters.
     InvalidTypeError
@@ -70,7 +70,7 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str, wo
     for place, (_, parameter) in enumerate(parameters):
         try:
             hashes[place] = _hash(parameter)
-        except Exception as error:  # noqa: BLE001 - whatever computed it failed; the others shall not wait for this worker
+        except Exception as error:  # noqa: BLE001 - any operator may have failed, and the other workers wait
             hashes[place] = _UNREADABLE
             failure = failure or error
     # The greatest of x, and the greatest of ~x, which is ~ of the least.
@@ -83,8 +83,8 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str, wo
         by_rank = np.zeros(world.topology.size, np.int64)
         by_rank[world.topology.rank] = hashes[first]
         _allreduce(world, by_rank, f"{namespace}/by-rank", "sum")
-        # Whoever ends with the error takes the world with it. Nobody does before all have the table, or one of them
-        # would read of a lost worker instead.
+        # A worker that ends with the error ends the world. All workers have the table before the first one raises, or
+        # another one would report a lost worker instead.
         with contextlib.suppress(HorovodInternalError):
             _allreduce(world, np.zeros(1, np.int64), f"{namespace}/all-know", "sum")
         failure = failure or _diverged(world, parameters[first][0], by_rank, differing.size, len(parameters), when)
@@ -123,7 +123,7 @@ def _hash(parameter: Any) -> int:
 def _allreduce(world: Member, array: Array, name: str, op: str) -> None:
     place = [array.ctypes.data]
     label = "of the parameters' hashes"
-    # Errors of earlier operations that nobody has read are left for others to raise: all workers have to come this way.
+    # Unread errors of earlier operations are raised by other calls: every worker has to submit this one.
     request = native.Request("allreduce", f"verify/{name}", label, place, place, array.shape, "int64", op)
     world.engine().run(request)
 

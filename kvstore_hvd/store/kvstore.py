@@ -1,7 +1,7 @@
 """The KVStore ``'horovod'``: MXNet's store interface on top of this package's engine.
 
-Nothing here waits: an operation is handed to MXNet's engine, which starts it when its inputs are ready and lets nobody
-read its outputs before they are. Only `Horovod.barrier` and the constructor wait for other workers.
+Nothing here waits: an operation is handed to MXNet's engine, which starts it when its inputs are ready, and blocks
+reads of its outputs until it is complete. Only `Horovod.barrier` and the constructor wait for other workers.
 
 Needs MXNet, and is imported as soon as MXNet is: importing it registers the store, and makes all changes to MXNet.
 """

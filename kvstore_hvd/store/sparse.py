@@ -1,9 +1,10 @@
-"""Sums of row_sparse arrays: of the rows that exist on any worker, without the others.
+"""Sums of row_sparse arrays, over the rows that any worker has.
 
-First the workers agree about their arrays, then each learns which rows there are, then the rows of all are reduced as
-one small dense array: every row has the bits that a dense reduction gives it. MXNet's engine cannot carry this out,
-because the size of the result is not known when an operation is handed to it: so all of it waits, on the caller's
-thread.
+1. The workers compare their arrays by one table.
+2. They exchange the numbers of their rows.
+3. They reduce the rows of all as one small dense array: each row has the bits of a dense reduction.
+
+The size of the result is unknown when MXNet's engine would need it. So the caller's thread waits in each of the three.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ _DTYPES = list(native.DTYPES)
 _OPS = list(native.OPS)
 _MAX_NDIM = 32  # MXNet's own limit
 _FIX = "use equal row_sparse arrays and arguments on every rank; nothing was changed."
-#: What a worker tells: that it refuses, how many rows it has, and what all must have in common.
+#: Columns of the table: whether the worker refuses, its number of rows, and the first value that all must share.
 _REFUSES, _ROWS, _COMMON = 0, 1, 2
 
 _GROUP = "what is in the group"
-#: What the workers must agree on, with how messages show its number.
+#: The values that all workers must share, and how messages show their numbers.
 _SHOWN: dict[str, Callable[[int], Any]] = {
     "dtype": lambda number: _DTYPES[number],
     "op": lambda number: _OPS[number],
@@ -43,7 +44,7 @@ _SHOWN: dict[str, Callable[[int], Any]] = {
 
 @dataclass
 class _Rows:
-    """What this worker has under one key."""
+    """The rows of this worker under one key."""
 
     name: str
     group: Group
@@ -61,7 +62,7 @@ def pushpull(
     world: Member, call: Call, names: Sequence[str], groups: Sequence[Group], priority: int, how: Reduction
 ) -> list[int]:
     """Reduce the row_sparse values of each group over the group and all workers, into all outs of the group."""
-    # Waits for the others. The results are row_sparse, with each row that any worker has.
+    # Waits for the other workers. The results are row_sparse.
     if how.op not in ("sum", "average"):
         fact = f"op {how.op.capitalize()} is not supported for row_sparse arrays."
         fix = "use Sum or Average, or convert with .tostype('default')."
@@ -69,7 +70,7 @@ def pushpull(
     if not world.is_alone:
         text = "row_sparse arrays are exchanged while the caller waits; sparse_as_dense=True avoids it."
         log.once("row-sparse", logging.INFO, text)
-    # What a worker exchanges must not depend on its other keys, of which others may know nothing.
+    # The exchange of one key must not depend on other keys, which other workers may not have passed.
     agreed, failures = [], []
     for name, group in zip(names, groups):
         one = _Rows(name, group)
@@ -90,7 +91,7 @@ def pushpull(
 
 
 def _agree(world: Member, call: Call, one: _Rows, how: Reduction) -> None:
-    """Read this worker's rows, and compare with the others'."""
+    """Read this worker's rows, and compare them with those of the other workers."""
     group, first, refusal = one.group, one.group.values[0], None
     row = np.zeros(_COMMON + len(_SHOWN) + _MAX_NDIM, np.int64)
     try:
@@ -98,7 +99,7 @@ def _agree(world: Member, call: Call, one: _Rows, how: Reduction) -> None:
             ids, rows = _read(call, group, value)
             one.ids.append(ids)
             one.values.append(rows)
-    except Exception as error:  # noqa: BLE001 - what was to compute the array may have failed with anything
+    except Exception as error:  # noqa: BLE001 - any operator may have failed
         refusal = error
         row[_REFUSES] = 1
     else:
@@ -123,10 +124,10 @@ def _agree(world: Member, call: Call, one: _Rows, how: Reduction) -> None:
         fact = f"{call.topology.rank_list(refusing.tolist())} refused the call."
         raise InvalidRequestError(call.message(group.key, fact, "see the error there; nothing was changed."))
     for place, (what, shown) in enumerate(_SHOWN.items(), _COMMON):
-        told = table[:, place].tolist()
-        if what == _GROUP and any(number >> 32 == STATES for number in told):
-            call.compare(group.key, "the states of the optimizer", list(map(hex, told)), STATES_FIX)
-        call.compare(group.key, what, [shown(number) for number in told], _FIX)
+        numbers = table[:, place].tolist()
+        if what == _GROUP and any(number >> 32 == STATES for number in numbers):
+            call.compare(group.key, "the states of the optimizer", list(map(hex, numbers)), STATES_FIX)
+        call.compare(group.key, what, [shown(number) for number in numbers], _FIX)
     dimensions, shapes = int(table[0, _COMMON + len(_SHOWN) - 1]), table[:, _COMMON + len(_SHOWN) :]
     call.compare(group.key, "shape", [tuple(each[:dimensions].tolist()) for each in shapes], _FIX)
     one.counts = table[:, _ROWS]

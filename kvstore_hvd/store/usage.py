@@ -1,4 +1,4 @@
-"""How often a store was used, for how many bytes, and how long it took: what its `report` says."""
+"""Counts, bytes and times of a store's operations, and the report of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_BATCHES = 16
 
 @dataclass(frozen=True)
 class Measured:
-    """What the engine knows of a key: what it measured, and why it uses staging memory ('': it does not)."""
+    """The engine's statistics of a key, and why its arrays go through staging memory ('': they do not)."""
 
     statistics: Statistics
     staged: str
