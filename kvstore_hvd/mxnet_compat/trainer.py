@@ -220,7 +220,7 @@ class _Exchange:
 
     def verify(self, trainer: Any) -> None:
         """Have the store compare the parameters after every so many updates."""
-        present = trainer._kvstore._generation
+        present = trainer._kvstore._member.topology.generation
         # New workers of a world have not counted earlier updates.
         self._generation, self._updates = present, self._updates + 1 if self._generation == present else 1
         if self._updates % self.verify_every == 0:
@@ -296,7 +296,7 @@ def _share_overflow(trainer: Any) -> None:
     if store is None or store.num_workers == 1:
         return
     own = copy.copy(trainer._amp_loss_scaler).has_overflow(trainer._params)  # a copy: it counts how often it is asked
-    if store._is_true_anywhere(own) and not own:
+    if store._anywhere([own], "AMP's overflow")[0] and not own:
         first = next(each for each in trainer._params if each._grad is not None)
         first._grad[0][:] = float("nan")
 

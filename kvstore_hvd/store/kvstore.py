@@ -116,11 +116,6 @@ class Horovod(mx.kvstore.KVStoreBase):
         """Number of hosts that have a worker with this local rank."""
         return self._member.topology.cross_size
 
-    @property
-    def _generation(self) -> int:
-        """Number of the world."""
-        return self._member.topology.generation
-
     # -- Collectives ------------------------------------------------------------------------------------------------
 
     def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
@@ -380,17 +375,19 @@ class Horovod(mx.kvstore.KVStoreBase):
         """
         process.current().reset()
 
+    # -- The second interface: for Trainers, Modules, elastic states and Joins ---------------------------------------
+
     def _set_key_labels(self, names: Mapping[Any, str]) -> None:
-        """Name keys in messages and reports: a mapping of key to parameter name. Called by the Trainer hook."""
+        """Name keys in messages and reports: a mapping of key to parameter name."""
         self._names.update((str(key), name) for key, name in names.items())
         self._wire_names = {}
 
     def _set_staged_reasons(self, reasons: Mapping[Any, str]) -> None:
-        """Say why keys go through staging memory ('': they do not). Called by the Trainer hook."""
+        """Record by key why gradients go through staging memory ('': they do not)."""
         self._staged_reasons.update((str(key), why) for key, why in reasons.items())
 
     def _residuals(self) -> dict[str, Any]:
-        """Copies of the residuals of 2bit compression, as NumPy arrays; waits for them. For elastic states."""
+        """Copies of the residuals of 2bit compression, as NumPy arrays; waits for them."""
         return values_of(self._operations.residuals)
 
     def _set_residuals(self, values: Mapping[str, Any]) -> None:
@@ -398,41 +395,32 @@ class Horovod(mx.kvstore.KVStoreBase):
         self._operations.residuals = arrays_from(values)
 
     def _save_residuals(self, path: str) -> None:
-        """Append this worker's residuals to a file of states. Called by the Trainer hook."""
+        """Append this worker's residuals to a file of states."""
         if self._operations.residuals:
             write_residuals(path, (self.rank, self.num_workers), self._residuals())
 
     def _load_residuals(self, path: str) -> None:
-        """Take this worker's residuals from a file of states; none if another worker wrote it. For the Trainer hook."""
+        """Take this worker's residuals from a file of states; none if another worker wrote it."""
         if self._reduction.threshold:
             self._set_residuals(read_residuals(path, (self.rank, self.num_workers)))
 
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
-        """Compare parameters, given as (label, parameter), with the other workers'. Called by the Trainer hook."""
+        """Compare parameters, given as (label, parameter), with the other workers'."""
         divergence.compare(parameters, self._namespace, when, self._member)
-
-    def _is_true_anywhere(self, fact: bool) -> bool:
-        """Whether it is on any worker; waits for all. Called by the hook of Trainers whose optimizer exchanges."""
-        with self._member.submitting():
-            row = np.array([fact], np.int64)
-            name = f"{self._namespace}/overflow"
-            return bool(self._member.all_rows("Trainer.step", name, "AMP's overflow", row).any())
 
     def _anywhere(self, facts: Sequence[bool], label: str) -> list[bool]:
         """Which of these facts hold on any worker; waits for all. A worker in ``hvd.join()`` has none of them."""
         table = np.array(facts, np.int32)
         if table.size and not self._member.is_alone:
-            place = [table.ctypes.data]
+            name, place = f"{self._namespace}/{label}", [table.ctypes.data]
             with self._member.submitting():
-                request = native.Request(
-                    "allreduce", f"{self._namespace}/{label}", f"'{label}'", place, place, table.shape, "int32"
-                )
+                request = native.Request("allreduce", name, f"'{label}'", place, place, table.shape, "int32")
                 self._member.engine().run(request)
         return [bool(each) for each in table]
 
     @contextlib.contextmanager
     def _without(self, keys: Collection[Key]) -> Iterator[None]:
-        """Within, calls leave the arrays of these keys alone, on all workers. Called by the Trainer hook."""
+        """Within, calls leave the arrays of these keys alone, on all workers."""
         self._left_out = keys
         try:
             yield
@@ -441,7 +429,7 @@ class Horovod(mx.kvstore.KVStoreBase):
 
     @contextlib.contextmanager
     def _averaging(self, weight: float) -> Iterator[None]:
-        """Within, values are averaged by the workers' weights (see `native.Request`). For Trainers in a Join."""
+        """Within, values are averaged by the workers' weights (see `native.Request`)."""
         before = self._reduction
         self._reduction = dataclasses.replace(before, op="average", weight=weight)
         try:
@@ -451,7 +439,7 @@ class Horovod(mx.kvstore.KVStoreBase):
 
     @contextlib.contextmanager
     def _comparing_states(self, states: Sequence[int]) -> Iterator[None]:
-        """Within, reductions fail unless all workers have these, see `Reduction.tied_to_states`. For the hooks."""
+        """Within, reductions fail unless all workers have these, see `Reduction.tied_to_states`."""
         before = self._reduction
         if states:
             self._reduction = before.tied_to_states(states)
@@ -463,9 +451,37 @@ class Horovod(mx.kvstore.KVStoreBase):
             self._reduction = before
 
     def _broadcast_from(self, root: int, key: Key, arrays: Sequence[Any]) -> None:
-        """Copy the first of another worker's arrays into all. For Trainers in a Join."""
+        """Copy the first of another worker's arrays into all."""
         with self._member.submitting():
             self._operations.broadcast(*self._check("broadcast", key, arrays[0], list(arrays)), 0, root)
+
+    def _make_step(self, gradients: Sequence[tuple[Key, Any, int]]) -> Step | None:
+        """The argument of `_exchange`, of (key, array, priority); None if there is none."""
+        is_plain = all(
+            mxnet_compat.stype_of(array) == "default" and mxnet_compat.dtype_name(array) in native.DTYPES
+            for _, array, _ in gradients
+        )
+        return Step(gradients) if gradients and is_plain else None
+
+    def _exchange(self, step: Step) -> bool:
+        """Do what `pushpull` does for each gradient of a step, as one call."""
+        # Returns False, and has done nothing, when it has to be `pushpull` itself: a program has replaced it, or an
+        # array or this world is unusual.
+        how = self._reduction
+        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or how.is_scaled or how.threshold:
+            return False
+        member = self._member
+        adapter = member.used_adapter
+        prepared = None if adapter is None else step.prepared(adapter, self._name, self._wire_names)
+        if prepared is None and not member.is_alone:
+            return False
+        with member.submitting():
+            if not step.batch.times:
+                self._usage.add_batch(step.batch)
+            step.batch.times += 1
+            if adapter is not None and prepared is not None:
+                adapter.pushpull_step(prepared, how.as_half, how.op, how.weight)
+        return True
 
     # -- How it works -----------------------------------------------------------------------------------------------
 
@@ -530,44 +546,12 @@ class Horovod(mx.kvstore.KVStoreBase):
         names = self._wire_names[key] = (wire_name(self._namespace, key), self._call("pushpull").label(key))
         return names
 
-    def _make_step(self, gradients: Sequence[tuple[Key, Any, int]]) -> Step | None:
-        """What `_exchange` takes, of (key, array, priority); None if there is none. Called by the Trainer hook."""
-        is_plain = all(
-            mxnet_compat.stype_of(array) == "default" and mxnet_compat.dtype_name(array) in native.DTYPES
-            for _, array, _ in gradients
-        )
-        return Step(gradients) if gradients and is_plain else None
-
-    def _exchange(self, step: Step) -> bool:
-        """Do what `pushpull` does for each gradient of a step, as one call. Called by the Trainer hook."""
-        # Returns False, and has done nothing, when it has to be `pushpull` itself: somebody has replaced it, or there
-        # is anything unusual about an array or this world.
-        how = self._reduction
-        if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or how.is_scaled or how.threshold:
-            return False
-        member = self._member
-        adapter = member.used_adapter
-        prepared = None if adapter is None else step.prepared(adapter, self._name, self._wire_names)
-        if prepared is None and not member.is_alone:
-            return False
-        with member.submitting():
-            if not step.batch.times:
-                self._usage.add_batch(step.batch)
-            step.batch.times += 1
-            if adapter is not None and prepared is not None:
-                adapter.pushpull_step(prepared, how.as_half, how.op, how.weight)
-        return True
-
     def _no_servers(self, method: str) -> None:
-        log.once(
-            f"no-servers-{method}",
-            logging.WARNING,
-            "%s() has no effect: workers of the store 'horovod' update their own weights.",
-            method,
-        )
+        text = "%s() has no effect: workers of the store 'horovod' update their own weights."
+        log.once(f"no-servers-{method}", logging.WARNING, text, method)
 
 
-#: What stores have unless somebody has replaced it.
+# The method of stores in which no program has replaced it.
 _PUSHPULL = Horovod.pushpull
 
 # Importing MXNet registered its exit handler; ours has to come after it.
