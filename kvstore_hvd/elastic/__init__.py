@@ -1,4 +1,4 @@
-"""Training that goes on when workers are lost, come, or go; with Horovod's names::
+"""Training that continues when workers are lost, come, or go; with Horovod's names::
 
 state = elastic.GluonState(net, trainer, epoch=0, sampler=sampler)
 
@@ -16,15 +16,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# Before its modules: a thread that imports one of them alone, and another that imports the package, deadlock.
+# First: two threads deadlock if one imports a module of kvstore_hvd.mxnet and the other one that package.
 from kvstore_hvd import mxnet as _mxnet  # noqa: F401  # isort: skip
-from kvstore_hvd.elastic.gluon_state import GluonState
+from kvstore_hvd.elastic.gluon_state import GluonState, get_handler_registry, set_handler_registry
 from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler
-from kvstore_hvd.elastic.notification import notification_manager
-from kvstore_hvd.elastic.registry import get_handler_registry, set_handler_registry
-from kvstore_hvd.elastic.run import run, run_fn
-from kvstore_hvd.elastic.state import ObjectState, State
-from kvstore_hvd.elastic.updates import HostUpdateResult
+from kvstore_hvd.elastic.run import notification_manager, run, run_fn
+from kvstore_hvd.elastic.state import HostUpdateResult, ObjectState, State
 from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt
 from kvstore_hvd.mxnet_compat import require_mxnet as _require_mxnet
 

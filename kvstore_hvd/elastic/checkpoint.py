@@ -1,4 +1,8 @@
-"""Checkpoints: the state of a training in a file, from which another job goes on."""
+"""Checkpoints: the state of a training in a file, from which another job continues.
+
+The first line of a file has the format, the SHA-256 of the rest, and the number of parts. Then follow the lengths of
+the parts, in 8 bytes each, and the parts: a pickle, and the buffers of its arrays.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,11 @@ from kvstore_hvd.base.files import keep_mode, open_alone
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
 
-# The first line of a file: this, the SHA-256 of what follows, and the number of parts. Their lengths follow, in 8 bytes
-# each, and the parts: a pickle, and the buffers of its arrays.
 _FORMAT = b"kvstore_hvd-state-1"
 
-_state: Any = None  # the one that the job's checkpoint is of
+_state: Any = None  # the state that the job's checkpoint is of
 _is_written = True  # whether its last commit is in the file
-_tried = time.monotonic()  # when this process last wrote that, or failed to
+_tried = time.monotonic()  # when this process last wrote the file, or failed to
 
 
 def _parts(content: Any) -> list[Any]:
@@ -38,7 +40,7 @@ def _parts(content: Any) -> list[Any]:
 
 
 def write(path: str | os.PathLike[str], content: Any) -> None:
-    """Write a file as a whole or not at all: it takes the place of the last one once it is on the disk."""
+    """Write a file as a whole or not at all: it replaces the last one once it is on the disk."""
     path, parts = os.path.realpath(os.fsdecode(path)), _parts(content)
     digest = hashlib.sha256()
     for part in parts:
@@ -48,11 +50,10 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
     unfinished = f"{path}.part"
     try:
         new = open_alone(unfinished)
-    except BlockingIOError:
+    except (BlockingIOError, IsADirectoryError) as error:
         fact, fix = f"another process is writing {path}.", "end the other job, or give each a file of its own."
-        raise InvalidRequestError(message(fact, operation="save", fix=fix)) from None
-    except IsADirectoryError:
-        fact, fix = f"{unfinished}, where {path} is written first, is a folder.", "move it, or name another file."
+        if isinstance(error, IsADirectoryError):
+            fact, fix = f"{unfinished}, where {path} is written first, is a folder.", "move it, or name another file."
         raise InvalidRequestError(message(fact, operation="save", fix=fix)) from None
     with io.BufferedWriter(new) as file:
         try:
@@ -75,7 +76,7 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """What was written, after a check that it is whole."""
+    """The content of a file, after a check that it is whole."""
     with open(path, "rb") as file:
         words = file.readline(200).split()
         if len(words) != 3 or words[0] != _FORMAT:
@@ -103,7 +104,7 @@ def _refused(path: str | os.PathLike[str], what: str) -> InvalidRequestError:
 
 
 def resume(state: Any, *, is_newcomer: bool) -> str:
-    """Load the job's checkpoint, if there is one; a newcomer gets rank 0's state. Returns what there is to say."""
+    """Load the job's checkpoint, if there is one; a newcomer gets rank 0's state. Returns a text for the log."""
     global _state
     path = config().checkpoint
     if not path:
@@ -111,7 +112,7 @@ def resume(state: Any, *, is_newcomer: bool) -> str:
     if not callable(getattr(state, "_content", None)):
         fact = f"KVHVD_CHECKPOINT is set, but a {type(state).__name__} cannot be written to a file."
         raise InvalidTypeError(message(fact, operation="elastic.run", fix="use a GluonState or an ObjectState."))
-    _parts(state._content())  # what cannot be written is an error now
+    _parts(state._content())  # a state that cannot be written is an error now
     _state = state
     if is_newcomer:
         return ""

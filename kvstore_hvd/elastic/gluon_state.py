@@ -1,18 +1,109 @@
-"""The state of a training with Gluon."""
+"""The state of a training with Gluon, and which handler takes which of its values."""
 
 from __future__ import annotations
 
-import os
+from collections.abc import Callable
 from typing import Any
 
-from kvstore_hvd.elastic.array_handlers import drain
-from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler
-from kvstore_hvd.elastic.parameters import ParametersHandler
-from kvstore_hvd.elastic.registry import handler_for, maker_for
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.elastic.arrays import ParametersHandler, drain
+from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler, is_sampler, raise_on_all
 from kvstore_hvd.elastic.state import ObjectState
 from kvstore_hvd.elastic.trainers import TrainerHandler
 from kvstore_hvd.errors import InvalidRequestError, message
-from kvstore_hvd.mxnet_compat import named_parameters
+from kvstore_hvd.mxnet.functions import broadcast_object
+from kvstore_hvd.world import process
+
+Maker = Callable[[Any], StateHandler]
+Registry = list[tuple[type, Maker]]
+
+
+class _SamplerHandler(StagedHandler):
+    """Handler of an `ElasticSampler`."""
+
+    # Workers take their steps together, so rank 0 knows the samples that all have processed. Its sampler goes with its
+    # parameters: other workers may have committed one step more or less.
+
+    def __init__(self, value: Any) -> None:
+        self._saved: dict[str, Any] = {}
+        self._spare: dict[str, Any] = {}
+        super().__init__(value)
+
+    def stage(self) -> None:
+        self._spare = self.value.state_dict()
+
+    def receive(self) -> None:
+        world = process.current().member
+        self.stage()
+        if world.is_alone:
+            return
+        content = broadcast_object((self._settings(), self._spare))
+        with world.submitting():
+            raise_on_all(world, self.misfit(content))
+        self.take(content)
+
+    def content(self) -> Any:
+        return self._settings(), self._saved
+
+    def misfit(self, content: Any) -> str:
+        here, there = self._settings(), content[0]
+        faults = [f"{name}={here[name]} here, but {there[name]} there" for name in here if here[name] != there[name]]
+        return f"the sampler has {', '.join(faults)}." if faults else ""
+
+    def take(self, content: Any) -> None:
+        self._spare = content[1]
+
+    def _settings(self) -> dict[str, Any]:
+        return {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
+
+    def adopt(self) -> None:
+        self._saved = self._spare
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved)
+
+    def reset(self) -> None:
+        self.value.reset()
+
+
+class _Kind(type):
+    """A class whose instances are the values for which ``asks`` returns True; it does not import MXNet."""
+
+    asks: Callable[[Any], bool]
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return cls.asks(instance)
+
+
+_registry: Registry = [
+    (_Kind("Block", (), {"asks": mxnet_compat.is_block}), ParametersHandler),
+    (_Kind("Parameters", (), {"asks": mxnet_compat.is_parameters}), ParametersHandler),
+    (_Kind("Trainer", (), {"asks": mxnet_compat.is_trainer}), TrainerHandler),
+    (_Kind("ElasticSampler", (), {"asks": is_sampler}), _SamplerHandler),
+]
+
+
+def get_handler_registry() -> Registry:
+    """The registered handlers.
+
+    Returns
+    -------
+    list of (type, callable)
+        The first entry whose type a value is an instance of makes its `StateHandler`. This is the list itself: entries
+        added to it apply to states made later.
+    """
+    return _registry
+
+
+def set_handler_registry(registry: Registry) -> None:
+    """Use these handlers for the states that are made from now on; see `get_handler_registry`."""
+    global _registry
+    _registry = registry
+
+
+def _maker_for(value: Any) -> Maker | None:
+    """The function that makes the value's handler; None for a value that is saved as an object."""
+    return next((make for kind, make in _registry if isinstance(value, kind)), None)
 
 
 class GluonState(ObjectState):
@@ -24,9 +115,9 @@ class GluonState(ObjectState):
     Other values are attributes as in `ObjectState`. Assigning to an attribute with a handler gives the handler the new
     value, and saves it.
 
-    `save` copies arrays into memory that is allocated once; it holds two copies of them. A save that fails leaves the
-    last one whole. `sync` gives all workers rank 0's present networks, Trainers and samplers, and the other attributes
-    as rank 0 saved them last.
+    `save` waits for the arrays, and copies them into memory that is allocated once, in turn into one of two copies; a
+    file has no residuals of gradient compression. `sync` gives all workers rank 0's present networks, Trainers and
+    samplers, and the other attributes that rank 0 has saved.
 
     Parameters
     ----------
@@ -49,50 +140,26 @@ class GluonState(ObjectState):
 
     def __init__(self, net: Any = None, trainer: Any = None, **kwargs: Any) -> None:
         self._handlers = {}
-        handlers: dict[str, StateHandler] = {}
-        objects: dict[str, Any] = {}
-        for name, value in {"net": net, "trainer": trainer, **kwargs}.items():
-            handler = handler_for(value)
-            if handler is None:
-                objects[name] = value
-            else:
-                handlers[name] = handler
-        super().__init__(**objects)
+        values = {"net": net, "trainer": trainer, **kwargs}
+        makers = {name: _maker_for(value) for name, value in values.items()}
+        handlers = {name: make(values[name]) for name, make in makers.items() if make is not None}
+        super().__init__(**{name: value for name, value in values.items() if name not in handlers})
         for name, handler in handlers.items():
             self._add(name, handler.value)
         self._handlers.update(handlers)
         self._add_left_out()
 
-    def save(self, path: str | os.PathLike[str] | None = None) -> None:
-        """Save everything; waits for the arrays.
-
-        Parameters
-        ----------
-        path : path-like, optional
-            As `ObjectState.save`. Residuals of gradient compression are not written.
-
-        Raises
-        ------
-        MXNetError, HorovodInternalError
-            The computation of an array failed, or the world is lost; what was saved last is still there.
-        InvalidRequestError
-            A value cannot be copied, likewise; or it cannot be pickled, or its handler has no ``content``.
-        OSError
-            As `ObjectState.save`.
-        """
-        super().save(path)
-
     def _save(self) -> None:
-        staged = self._staged()
+        staged, others = self._by_name()
         for handler in staged:
             handler.stage()
         copies = self._present()
-        for other in self._others():
+        for other in others:
             other.save()
         self._adopt(staged, copies)
 
     def restore(self) -> None:
-        """Go back to what was saved last, in place."""
+        """Go back to the saved state, in place."""
         drain()
         for handler in self._handlers.values():
             handler.restore()
@@ -107,15 +174,16 @@ class GluonState(ObjectState):
             On all workers: a worker does not have the same networks, Trainers, samplers and attributes as rank 0.
             Nothing was changed.
         HorovodInternalError
-            The world is lost; what was saved last is still there.
+            The world is lost; the last copies stay.
         """
-        self._check_same(self._names(), self._bcast_object(self._names()))
-        staged = self._staged()
+        names, objects = self._bcast_object((self._names(), self._saved_state))
+        self._check_same(self._names(), names)
+        staged, others = self._by_name()
         for handler in staged:
             handler.receive()
-        for other in self._others():
+        for other in others:
             other.sync()
-        self._adopt(staged, self._bcast_object(self._saved_state))
+        self._adopt(staged, objects)
         for handler in staged:
             handler.settle()
         super().restore()
@@ -130,10 +198,14 @@ class GluonState(ObjectState):
         return fault
 
     def _take(self, content: dict[str, Any]) -> None:
-        staged = self._staged()
         for name, each in self._handlers.items():
             each.take(content["handlers"][name])
-        self._adopt(staged, content["objects"])
+        self._adopt(self._by_name()[0], content["objects"])
+
+    def _adopt(self, staged: list[StagedHandler], objects: dict[str, Any]) -> None:
+        for handler in staged:
+            handler.adopt()
+        self._saved_state = objects
 
     def _names(self) -> list[str]:
         return [*(f"{name} (with a handler)" for name in sorted(self._handlers)), *super()._names()]
@@ -147,52 +219,36 @@ class GluonState(ObjectState):
         handlers = vars(self).get("_handlers", {})
         if name in handlers:
             before = handlers[name].value
-            if maker_for(value) is not maker_for(before):
+            if _maker_for(value) is not _maker_for(before):
                 fact = f"{type(value).__name__} cannot take the place of {type(before).__name__}."
                 fix = "assign something of the same kind, or make another state."
                 raise InvalidRequestError(message(fact, operation="state", name=name, fix=fix))
             handlers[name].set_value(value)
             self._add_left_out()
         elif name in vars(self).get("_saved_state", {}):
-            handler = handler_for(value)
-            if handler is not None:
+            make = _maker_for(value)
+            if make is not None:
+                handlers[name] = make(value)
                 del self._saved_state[name]
-                handlers[name] = handler
                 self._add_left_out()
         super().__setattr__(name, value)
 
-    # In the order of their names: that in which they were assigned may differ between workers.
-
-    def _staged(self) -> list[StagedHandler]:
-        return [each for _, each in sorted(self._handlers.items()) if isinstance(each, StagedHandler)]
-
-    def _others(self) -> list[StateHandler]:
-        return [each for _, each in sorted(self._handlers.items()) if not isinstance(each, StagedHandler)]
-
-    def _adopt(self, staged: list[StagedHandler], copies: dict[str, Any]) -> None:
-        for handler in staged:
-            handler.adopt()
-        self._saved_state = copies
+    def _by_name(self) -> tuple[list[StagedHandler], list[StateHandler]]:
+        """Staged and other handlers in the order of their names; workers may assign in other orders."""
+        handlers = [each for _, each in sorted(self._handlers.items())]
+        staged = [each for each in handlers if isinstance(each, StagedHandler)]
+        return staged, [each for each in handlers if not isinstance(each, StagedHandler)]
 
     def _add_left_out(self) -> None:
-        """Handle the parameters of Trainers that no other handler has."""
-        for name in [name for name in self._handlers if _is_left_out(name)]:
+        """Handle the parameters of Trainers that are in no other handler, under names that no attribute can have."""
+        for name in [name for name in self._handlers if name.endswith(".params")]:
             del self._handlers[name]
         known = set()
         for handler in self._handlers.values():
             if isinstance(handler, ParametersHandler):
-                known |= {id(each) for each in named_parameters(handler.value).values()}
+                known |= {id(each) for each in mxnet_compat.named_parameters(handler.value).values()}
         for name, handler in list(self._handlers.items()):
             if isinstance(handler, TrainerHandler):
                 left = {f"{at}": each for at, each in enumerate(handler.value._params) if id(each) not in known}
                 if left:
-                    self._handlers[_left_out(name)] = ParametersHandler(left)
-
-
-# No name that an attribute can have.
-def _left_out(name: str) -> str:
-    return f"{name}.params"
-
-
-def _is_left_out(name: str) -> bool:
-    return name.endswith(".params")
+                    self._handlers[f"{name}.params"] = ParametersHandler(left)

@@ -1,4 +1,4 @@
-"""The loop around elastic training: what a lost world costs, and how the next one begins.
+"""The loop around elastic training: recovery from a lost world, the next world, and the launcher's notifications.
 
 Horovod, "Elastic Horovod", is the reference for the order of calls.
 """
@@ -8,20 +8,22 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import threading
+import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvstore_hvd import log
+from kvstore_hvd import errors, log
 from kvstore_hvd.elastic import checkpoint
-from kvstore_hvd.elastic.notification import notification_manager
-from kvstore_hvd.elastic.recovery import REPLACES, as_lost_world, check_recoverable
 from kvstore_hvd.errors import (
     HorovodInternalError,
     HostsUpdatedInterrupt,
+    InputFailedError,
     InvalidRequestError,
     InvalidTypeError,
+    PeerLostError,
     TimeoutError,  # noqa: A004 - Horovod's word
     message,
 )
@@ -29,33 +31,92 @@ from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.world import process
 
 Result = TypeVar("Result")
-Saved = TypeVar("Saved", bound="Synchronised")
+Saved = TypeVar("Saved", bound="_Synchronised")
 if TYPE_CHECKING:
     from typing_extensions import Concatenate, ParamSpec
 
     Arguments = ParamSpec("Arguments")
 
+# Names of the errors that mean a lost world.
+_LOST = tuple(
+    name
+    for name in errors.__all__
+    if isinstance(getattr(errors, name), type) and issubclass(getattr(errors, name), HorovodInternalError)
+)
+_REPLACES = "start with `kvhvdrun --min-np 1 --max-np N python train.py`, which replaces workers."
 
-class Synchronised(Protocol):
-    """What the loop asks of a state, see `kvstore_hvd.elastic.State`."""
-
-    def sync(self) -> None:
-        """Give every worker the state of rank 0."""
-
-    def restore(self) -> None:
-        """Go back to the last commit."""
-
-    def on_reset(self) -> None:
-        """Adapt to a new world."""
-
-    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Hear that workers are about to come or go."""
-
-
-_CALLED = ("sync", "restore", "on_reset", "on_hosts_updated")
-
-# Of the calls of `run` in this process. A worker that came later makes the first one when the others make another.
+# Numbers of the calls of `run` in this process. A worker that came later makes the first call when the others may make
+# another one.
 _numbers = itertools.count(1)
+
+
+class _Synchronised(Protocol):
+    def sync(self) -> None: ...
+    def restore(self) -> None: ...
+    def on_reset(self) -> None: ...
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None: ...
+
+
+class NotificationManager:
+    """Forwards the launcher's updates to its listeners. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._listeners: list[Any] = []
+
+    def init(self) -> None:
+        """Listen to the launcher from now on, if this worker belongs to an elastic job."""
+        process.current().init()
+        line = process.current().line
+        if line is not None:
+            line.on_update = self._on_update
+
+    def register_listener(self, listener: Any) -> None:
+        """Call ``listener.on_hosts_updated(timestamp, update_res)`` for every update from now on."""
+        with self._lock:
+            self._listeners.append(listener)
+
+    def remove_listener(self, listener: Any) -> None:
+        """Call this listener no more."""
+        with self._lock:
+            self._listeners = [each for each in self._listeners if each is not listener]
+
+    def handle_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """Call the listeners.
+
+        Parameters
+        ----------
+        timestamp : int
+            Grows from one update to the next.
+        update_res : int
+            A `HostUpdateResult`: all that has changed since the present world was formed.
+        """
+        for listener in self._listeners:
+            listener.on_hosts_updated(timestamp, update_res)
+
+    def _on_update(self, timestamp: int, update_res: int) -> None:
+        """As `handle_hosts_updated`, on the thread of the control connection, which an error would end."""
+        try:
+            self.handle_hosts_updated(timestamp, update_res)
+        except Exception as error:  # noqa: BLE001 - a class of the program may raise anything
+            fact = f"on_hosts_updated() of the state has raised {type(error).__name__}: {error}"
+            fix = "correct it; until then this worker learns only from others that workers come or go."
+            details = traceback.format_exc().splitlines()
+            log.logger.error(message(fact, operation="elastic.run", details=details, fix=fix))
+
+    def repeat(self) -> None:
+        """Repeat an update that came after the present world was formed.
+
+        States forget updates when they are reset, and there might be no other update for a long time.
+        """
+        line = process.current().line
+        update = None if line is None else line.update
+        if update is not None:
+            self.handle_hosts_updated(*update)
+
+
+#: Tells the states of this process that workers are about to come or go. `run` uses it; programs need not.
+notification_manager = NotificationManager()
 
 
 def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Concatenate[Saved, Arguments], Result]:
@@ -64,7 +125,7 @@ def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Conca
     Parameters
     ----------
     func : callable
-        Trains from the state that is its first argument, a `State` or whatever has its ``sync``, ``restore``,
+        Trains from its first argument, a `State` or another object with its methods ``sync``, ``restore``,
         ``on_reset`` and ``on_hosts_updated``, and commits it from time to time (``state.commit()``). All collective
         operations belong in it. Called again in every new world.
 
@@ -101,146 +162,149 @@ def run_fn(
     @functools.wraps(func)
     def wrapper(state: Saved, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
         notification_manager.init()
-        loop = _Loop(state, reset)
-        loop.begin()
-        try:
-            loop.resume()
-            if process.current().is_waiting:
-                loop.meet("start")
-            else:
-                notification_manager.repeat()  # of what came while the program prepared
-            while True:
-                lost: HorovodInternalError | None = None
-                try:
-                    if not loop.skips_sync:
-                        state.sync()
-                        loop.has_state()
-                    result = func(state, *args, **kwargs)
-                    loop.finish()
-                    return result
-                except HostsUpdatedInterrupt as interrupt:
-                    loop.skips_sync = interrupt.skip_sync
-                except Exception as error:
-                    lost = as_lost_world(error)
-                    if lost is None:
-                        raise
-                # Here, so that an error of what follows is not shown as one that came while this one was handled.
-                if lost is None:
-                    loop.meet("updated")
-                else:
-                    loop.recover(lost)
-        finally:
-            loop.end()
+        return _Loop(state, reset).run(lambda: func(state, *args, **kwargs))
 
     return wrapper  # type: ignore[return-value]
 
 
 class _Loop:
-    """What is between one world and the next."""
+    """One call of a function that `run` wraps."""
 
-    is_running = False  # in this process
+    is_running = False  # a loop of this process
 
     def __init__(self, state: Any, reset: Callable[[], None] | None) -> None:
-        self._state, self._reset = state, reset
+        self._state, self._reset, self._process = state, reset, process.current()
         self._number = next(_numbers)
-        self.skips_sync = False
-
-    def begin(self) -> None:
-        """Listen to the launcher."""
-        lacking = [f"{name}()" for name in _CALLED if not callable(getattr(self._state, name, None))]
+        self._skips_sync = False
+        called = ("sync", "restore", "on_reset", "on_hosts_updated")
+        lacking = [f"{name}()" for name in called if not callable(getattr(state, name, None))]
         if lacking:
-            speaker = process.current().topology.speaker
-            fact = f"the state, a {type(self._state).__name__}, has no {', '.join(lacking)}."
+            fact = f"the state, a {type(state).__name__}, has no {', '.join(lacking)}."
             fix = "derive its class from kvstore_hvd.elastic.State, or define that."
-            raise InvalidTypeError(message(fact, **speaker, operation="elastic.run", fix=fix))
+            raise InvalidTypeError(self._text(fact, fix))
         if _Loop.is_running:
-            speaker = process.current().topology.speaker
-            fact, fix = "it is called within itself.", "decorate the outer function only."
-            raise InvalidRequestError(message(fact, **speaker, operation="elastic.run", fix=fix))
+            raise InvalidRequestError(self._text("it is called within itself.", "decorate the outer function only."))
+
+    def run(self, train: Callable[[], Result]) -> Result:
+        mine = self._process
         _Loop.is_running = True
         notification_manager.register_listener(self._state)
+        try:
+            if self._number == 1:
+                text = checkpoint.resume(self._state, is_newcomer=mine.is_waiting)
+                if text and mine.topology.rank == 0:
+                    log.logger.warning("%s", text)
+            if mine.is_waiting:
+                self._meet("start")
+            else:
+                notification_manager.repeat()  # an update may have come before the listener was registered
+            while True:
+                lost: HorovodInternalError | None = None
+                try:
+                    if not self._skips_sync:
+                        self._state.sync()
+                        if mine.line is not None:
+                            mine.line.synced()
+                        elif mine.topology.size > 1 and mine.topology.rank == 0:
+                            text = "this job cannot replace workers that die: %s"
+                            log.once("not-elastic", logging.WARNING, text, _REPLACES)
+                    result = train()
+                    checkpoint.finish()
+                    if mine.line is not None:
+                        mine.line.finished()
+                    return result
+                except HostsUpdatedInterrupt as interrupt:
+                    self._skips_sync = interrupt.skip_sync
+                except Exception as error:
+                    lost = _as_lost_world(error)
+                    if lost is None:
+                        raise
+                # After the except clause: an error of the recovery does not have this one as its context.
+                if lost is None:
+                    self._meet("updated")
+                else:
+                    self._recover(lost)
+        finally:
+            _Loop.is_running = False
+            notification_manager.remove_listener(self._state)
 
-    def end(self) -> None:
-        """Listen no more."""
-        _Loop.is_running = False
-        notification_manager.remove_listener(self._state)
-
-    def recover(self, error: HorovodInternalError) -> None:
+    def _recover(self, error: HorovodInternalError) -> None:
         """Go back to the last commit, and on into the next world."""
-        check_recoverable(error)
-        text = str(error).partition("\n")[0]
+        cause, text = _loss(error)
         log.logger.info("the world is lost, back to the last commit: %s", text)
-        cause = _cause_of(error)
-        process.current().abandon(text)  # whatever is under way fails, and nothing writes to arrays any more
+        self._process.leave(text)  # all pending operations fail, and no thread writes to arrays any more
         self._state.restore()
-        self.skips_sync = False
-        self.meet(cause, text)
+        self._skips_sync = False
+        self._meet(cause, text)
 
-    def meet(self, cause: str, text: str = "") -> None:
-        """Form the next world, or one after it, should that be lost before it has begun."""
+    def _meet(self, cause: str, text: str = "") -> None:
+        """Form the next world, or one after it if that is lost before training begins."""
+        mine = self._process
         while True:
             try:
                 if self._reset is not None:
                     self._reset()
-                if self._reset is None or process.current().is_waiting:
-                    _meet(cause, text)
+                if self._reset is None or mine.is_waiting:
+                    if mine.is_initialized and not mine.is_waiting:
+                        # After an update all workers have agreed, and some may wait for the end of that operation: a
+                        # reason would make it fail.
+                        mine.leave("" if cause == "updated" else text or "the world was left")
+                    mine.meet(cause, text)
                 self._agree()
                 self._state.on_reset()
                 notification_manager.repeat()
                 return
             except Exception as error:
-                lost = as_lost_world(error)
+                lost = _as_lost_world(error)
                 if lost is None:
                     raise
-                check_recoverable(lost)
-                self.skips_sync = False
-                cause, text = _cause_of(lost), str(lost).partition("\n")[0]
-
-    def resume(self) -> None:
-        """Begin the program's first call from the job's checkpoint, if there is one."""
-        newcomer = process.current().is_waiting
-        text = checkpoint.resume(self._state, is_newcomer=newcomer) if self._number == 1 else ""
-        if text and process.current().topology.rank == 0:
-            log.logger.warning("%s", text)
-
-    def has_state(self) -> None:
-        """The training can go on from this worker, should it be the only one that is left."""
-        world = process.current()
-        if world.line is not None:
-            world.line.synced()
-        elif world.topology.size > 1 and world.topology.rank == 0:
-            log.once("not-elastic", logging.WARNING, "this job cannot replace workers that die: %s", REPLACES)
-
-    def finish(self) -> None:
-        """Training is over on this worker."""
-        checkpoint.finish()
-        line = process.current().line
-        if line is not None:
-            line.finished()
+                self._skips_sync = False
+                cause, text = _loss(lost)
 
     def _agree(self) -> None:
-        """Skip the next sync only if all workers would: those that are new to the world need it."""
-        world = process.current().member
+        """Skip the next sync only if all workers would: a worker that is new to the world needs it."""
+        world = self._process.member
         with world.submitting():
-            own = np.array([self.skips_sync, self._number], np.int64)
+            own = np.array([self._skips_sync, self._number], np.int64)
             rows = world.all_rows("elastic.run", "elastic/skip", "the start of a world", own)
         latest = int(rows[:, 1].max())
         if self._number < latest:
             fact = f"this worker is in call {self._number} of run, but the training is in call {latest} by now."
             fix = "call the decorated function once: a worker that joins later starts the program from its beginning."
-            raise InvalidRequestError(message(fact, **world.topology.speaker, operation="elastic.run", fix=fix))
-        self.skips_sync = bool(rows[:, 0].all())
+            raise InvalidRequestError(self._text(fact, fix))
+        self._skips_sync = bool(rows[:, 0].all())
         process_sets.rejoin()
 
-
-def _cause_of(error: HorovodInternalError) -> str:
-    """Why the world is lost: after a timeout, who does not come soon stands still, and is not waited for again."""
-    return "timeout" if isinstance(error, TimeoutError) or process.current().has_given_up else "lost"
+    def _text(self, fact: str, fix: str) -> str:
+        return message(fact, **self._process.topology.speaker, operation="elastic.run", fix=fix)
 
 
-def _meet(cause: str, text: str) -> None:
-    world = process.current()
-    if not world.is_waiting:
-        # All have agreed on an update: without a reason nobody fails who still waits for the end of that.
-        world.abandon("" if cause == "updated" else text or "the world was left")
-    world.meet(cause, text)
+def _as_lost_world(error: BaseException) -> HorovodInternalError | None:
+    """The error as one of a lost world; None for another error."""
+    # MXNet raises the errors of our operations with their classes where it can. In a graph it raises an ``MXNetError``
+    # with name and text of ours. An operation on the result of a failed one raises an `InputFailedError` with the text
+    # of that one.
+    if isinstance(error, HorovodInternalError):
+        return error
+    if type(error).__name__ != "MXNetError" and not isinstance(error, InputFailedError):
+        return None
+    for line in str(error).splitlines():
+        for name in _LOST:
+            place = line.find(f"{name}: [rank ")
+            if place >= 0:
+                lost: HorovodInternalError = getattr(errors, name)(line[place + len(name) + 2 :])
+                lost.__cause__ = error
+                return lost
+    return None
+
+
+def _loss(error: HorovodInternalError) -> tuple[str, str]:
+    """Cause and text of a lost world, for the launcher; raises PeerLostError if nobody replaces a dead worker."""
+    mine = process.current()
+    if mine.line is None and isinstance(error, PeerLostError):
+        fact = "training cannot recover: a worker has died, and this job cannot go on without it."
+        details = [line for line in str(error).splitlines() if "Fix: " not in line]
+        raise PeerLostError(message(fact, details=details, fix=_REPLACES)) from error
+    # After a timeout the launcher does not wait again for a stopped worker.
+    is_timeout = isinstance(error, TimeoutError) or mine.has_given_up
+    return "timeout" if is_timeout else "lost", str(error).partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Which samples of an epoch each worker takes, whatever becomes of the workers: each sample exactly once."""
+"""The sampler that splits an epoch among workers that come and go, each sample exactly once."""
 
 from __future__ import annotations
 
@@ -18,25 +18,24 @@ Indices = Any  # numpy.ndarray of int64
 
 
 class ElasticSampler(mx.gluon.data.Sampler):
-    """Splits the samples of a dataset among the workers, and remembers which of them were processed.
+    """Splits the samples of a dataset among the workers, and remembers the processed ones.
 
     In every world the remaining samples are dealt out in *rows*, one sample for each worker; an incomplete last row is
-    filled with samples from the beginning of the remaining ones. All workers take equally many samples in a step, so
-    each knows which samples the others have processed, including workers that are lost later. Samples that a loader has
-    prefetched count only once they are recorded.
+    filled with the first remaining samples. All workers take equally many samples in a step, so each worker knows the
+    samples that the others have processed, including workers that are lost later. Samples that a loader has prefetched
+    count only once they are recorded.
 
-    A sampler of Gluon: pass it to ``DataLoader(dataset, batch_size, sampler=...)`` or to a ``BatchSampler``; not with
-    ``'rollover'``, whose batches mix epochs. It belongs in a `GluonState`, which saves, restores and synchronises it,
-    and adapts it to each new world.
+    Pass it to ``DataLoader(dataset, batch_size, sampler=...)`` or to a ``BatchSampler``; not with ``'rollover'``, whose
+    batches mix epochs. A `GluonState` saves, restores and synchronises it, and adapts it to each new world.
 
     Parameters
     ----------
     dataset : sequence
-        Of the same length on all workers; only ``len(dataset)`` is used.
+        Only ``len(dataset)`` is used, which is equal on all workers.
     shuffle : bool
         Whether each epoch has an order of its own, equal on all workers.
     seed : int
-        Chooses the orders; the same one on all workers.
+        Chooses the orders; equal on all workers.
 
     Attributes
     ----------
@@ -45,20 +44,15 @@ class ElasticSampler(mx.gluon.data.Sampler):
     rank, num_replicas : int
         This worker's rank, and the number of workers.
     num_samples, total_size : int
-        The number of this worker's samples in the present world, and of all workers' together, including
-        those that are repeated to fill the last row.
+        The number of this worker's samples in the present world, and of all workers' together, including repeated
+        samples that fill the last row.
     """
 
     def __init__(self, dataset: Sequence[Any], shuffle: bool = True, seed: int = 0) -> None:
         self.dataset = dataset
         self.shuffle = bool(shuffle)
         self.seed = operator.index(seed)
-        self.epoch = 0
-        self._processed = np.zeros(len(dataset), bool)
-        self._order: Indices = None
-        self.reset()
-
-    # -- Epochs and worlds -------------------------------------------------------------------------------------------
+        self._begin(0, len(dataset))
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, with nothing processed. Call it at the end of the previous epoch, on every worker.
@@ -81,34 +75,32 @@ class ElasticSampler(mx.gluon.data.Sampler):
                 self.processed_num,
                 len(self._processed),
             )
+        self._begin(epoch, len(self._processed))
+
+    def _begin(self, epoch: int, count: int) -> None:
         self.epoch = epoch
-        self._order = None
-        self._processed = np.zeros(len(self._processed), bool)
+        self._processed = np.zeros(count, bool)
+        self._order = self._order_of(epoch)
         self.reset()
 
     def reset(self) -> None:
         """Deal out the rest of the epoch among the workers of the present world."""
         topology = process.current().topology
         self.rank, self.num_replicas = topology.rank, topology.size
-        if self._order is None:
-            self._order = self._epoch_order()
         self._remaining = self._order[~self._processed[self._order]]
         self.num_samples = -(-len(self._remaining) // self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        # numpy.resize repeats what there is, as often as it takes.
+        # numpy.resize repeats the samples until the last row is full.
         self._rows = np.resize(self._remaining, (self.num_samples, self.num_replicas))
         self._indices: list[int] | None = None
         self._row_of: dict[int, int] | None = None
         self._recorded = 0  # rows that `record_batch` has counted in this iteration
 
-    def _epoch_order(self) -> Indices:
-        count = len(self._processed)
+    def _order_of(self, epoch: int) -> Indices:
         if not self.shuffle:
-            return np.arange(count)
+            return np.arange(len(self._processed))
         # The legacy generator's numbers are the same in all versions of NumPy.
-        return np.random.RandomState([self.seed % 2**32, self.epoch % 2**32]).permutation(count)
-
-    # -- As a sampler ------------------------------------------------------------------------------------------------
+        return np.random.RandomState([self.seed % 2**32, epoch % 2**32]).permutation(len(self._processed))
 
     def __iter__(self) -> Iterator[int]:
         self._recorded = 0
@@ -120,21 +112,18 @@ class ElasticSampler(mx.gluon.data.Sampler):
     @property
     def indices(self) -> list[int]:
         """This worker's samples since the present world began, including those that fill the last row."""
-        if self._indices is None:  # takes longer than all else, and is often dealt out anew before anybody asks
+        if self._indices is None:  # made on demand: it takes longer than the rest of `reset`, and is often not needed
             self._indices = self._rows[:, self.rank].tolist()
         return self._indices
 
-    # -- What was processed ------------------------------------------------------------------------------------------
-
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that the next batch was processed, here and therefore on all workers; call it once for each batch, in
-        order.
+        """Record that the next batch was processed, on all workers alike; call it once for each batch, in order.
 
         Parameters
         ----------
         batch_idx : int
-            Without effect, as in Horovod: programs may count batches from 0 in each iteration over the loader, or on
-            from where an earlier world has ended.
+            Without effect, as in Horovod: programs may count batches from 0 in each iteration over the loader, or from
+            the last batch of an earlier world.
         batch_size : int
             Samples of a full batch on one worker; the last batch may have fewer.
 
@@ -164,22 +153,26 @@ class ElasticSampler(mx.gluon.data.Sampler):
         batch_idx : int
             Number of the batch, counted from 0 in each iteration over the loader.
         batch_size : int
-            Samples of a full batch on one worker; the last batch may have fewer.
+            As `record_batch`.
 
         Raises
         ------
         InvalidRequestError
             There is no such batch.
         """
-        return self.indices[self._rows_of_batch("get_indices", batch_idx, batch_size)]
+        number, length = operator.index(batch_idx), self._checked_size("get_indices", batch_size)
+        if not 0 <= number < -(-self.num_samples // length):
+            fact = f"there is no batch {number} of {length} samples: this worker has {self.num_samples} samples."
+            raise self._error("get_indices", fact, "count batches from 0 in every iteration over the loader.")
+        return self.indices[number * length : (number + 1) * length]
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that these samples of this worker were processed, and with each the other workers' samples of its row.
+        """Record that samples of this worker were processed, and with each sample the other workers' of its row.
 
         Parameters
         ----------
         indices : iterable of int
-            Some of `indices`. Samples of other workers count by themselves.
+            Some of `indices`. A sample of another worker counts alone.
 
         Raises
         ------
@@ -193,7 +186,7 @@ class ElasticSampler(mx.gluon.data.Sampler):
             index = operator.index(each)
             if not 0 <= index < len(self._processed):
                 fact = f"there is no sample {index} in a dataset of {len(self._processed)}."
-                raise InvalidRequestError(self._text("record_indices", fact, "pass some of the sampler's indices."))
+                raise self._error("record_indices", fact, "pass some of the sampler's indices.")
             row = self._row_of.get(index)
             if row is None:
                 others.append(index)
@@ -214,29 +207,11 @@ class ElasticSampler(mx.gluon.data.Sampler):
 
     @property
     def remaining_indices(self) -> list[int]:
-        """The samples that were left when the present world began, of all workers and in order."""
+        """The samples that remained when the present world began, of all workers and in order."""
         return self._remaining.tolist()  # type: ignore[no-any-return]
 
-    def _rows_of_batch(self, operation: str, batch_idx: int, batch_size: int) -> slice:
-        number, length = operator.index(batch_idx), self._checked_size(operation, batch_size)
-        count = -(-self.num_samples // length)
-        if not 0 <= number < count:
-            fact = f"there is no batch {number} of {length} samples: this worker has {self.num_samples} samples."
-            fix = "count batches from 0 in every iteration over the loader."
-            raise InvalidRequestError(self._text(operation, fact, fix))
-        return slice(number * length, (number + 1) * length)
-
-    def _checked_size(self, operation: str, batch_size: int) -> int:
-        length = operator.index(batch_size)
-        if length < 1:
-            fact = f"batch_size is {length}."
-            raise InvalidRequestError(self._text(operation, fact, "pass the batch size of one worker."))
-        return length
-
-    # -- State -------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
-        """What `load_state_dict` takes; small, and equal on all workers after the same steps.
+        """The state for `load_state_dict`; small, and equal on all workers after the same steps.
 
         Returns
         -------
@@ -252,17 +227,16 @@ class ElasticSampler(mx.gluon.data.Sampler):
         Parameters
         ----------
         state_dict : dict
-            Of `state_dict`, or one of Horovod's: ``'epoch'`` with ``'processed_num'`` or ``'processed_indices'``.
+            Of `state_dict`, or Horovod's: ``'epoch'`` with ``'processed_num'`` or ``'processed_indices'``.
 
         Raises
         ------
         InvalidRequestError
-            It has nothing of these, or is of another dataset.
+            It has none of these entries, or is of another dataset.
         """
         count = len(self._processed)
         epoch = operator.index(state_dict.get("epoch", self.epoch))
-        before, self.epoch = self.epoch, epoch
-        order = self._order if epoch == before and self._order is not None else self._epoch_order()
+        order = self._order if epoch == self.epoch else self._order_of(epoch)
         processed = np.zeros(count, bool)
         fact = ""
         if "processed_mask" in state_dict:
@@ -279,18 +253,23 @@ class ElasticSampler(mx.gluon.data.Sampler):
                 fact = f"it has samples that a dataset of {count} does not have."
         elif "processed_num" in state_dict:
             number = operator.index(state_dict["processed_num"])
-            if number >= 0:  # Horovod's may be more than there are: it counts those that stand in
+            if number >= 0:  # Horovod's may exceed the dataset: it counts the samples that fill the last row
                 processed[order[:number]] = True
             else:
                 fact = f"processed_num is {number}."
         else:
             fact = f"it has none of processed_mask, processed_indices and processed_num, but {sorted(state_dict)}."
         if fact:
-            self.epoch = before
-            raise InvalidRequestError(self._text("load_state_dict", fact, "pass what state_dict() returned."))
-        self._order, self._processed = order, processed
+            raise self._error("load_state_dict", fact, "pass what state_dict() returned.")
+        self.epoch, self._order, self._processed = epoch, order, processed
         self.reset()
 
-    def _text(self, operation: str, fact: str, fix: str) -> str:
+    def _checked_size(self, operation: str, batch_size: int) -> int:
+        length = operator.index(batch_size)
+        if length < 1:
+            raise self._error(operation, f"batch_size is {length}.", "pass the batch size of one worker.")
+        return length
+
+    def _error(self, operation: str, fact: str, fix: str) -> InvalidRequestError:
         speaker = process.current().topology.speaker
-        return message(fact, **speaker, operation=f"ElasticSampler.{operation}", fix=fix)
+        return InvalidRequestError(message(fact, **speaker, operation=f"ElasticSampler.{operation}", fix=fix))

@@ -1,23 +1,34 @@
-"""What training goes on from when the world changes: the last commit, and how all workers come to have the same."""
+"""The state from which training continues in a new world: the last commit, which all workers get from rank 0."""
 
 from __future__ import annotations
 
+import enum
 import os
+import queue
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvstore_hvd.elastic import checkpoint
-from kvstore_hvd.elastic.copies import deep_copy, named_copies
-from kvstore_hvd.elastic.faults import raise_on_all
-from kvstore_hvd.elastic.updates import HostUpdateResult, HostUpdates
+from kvstore_hvd.elastic.handlers import deep_copy, named_copies, raise_on_all
 from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, message
 from kvstore_hvd.mxnet.basics import rank
 from kvstore_hvd.mxnet.functions import broadcast_object
 from kvstore_hvd.world import process
 
 
+class HostUpdateResult(enum.IntFlag):
+    """What has changed about the hosts; Horovod's numbers."""
+
+    no_update = 0
+    removed = 1
+    added = 2
+    mixed = removed | added
+
+
 class State:
-    """What `run` needs of a state of training. Base of others, which say how it is saved, restored and synchronised.
+    """What `run` needs of a state of training. Subclasses define how it is saved, restored and synchronised.
 
     Parameters
     ----------
@@ -30,7 +41,8 @@ class State:
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         self._bcast_object = bcast_object
         self._rank = get_rank
-        self._updates = HostUpdates()
+        self._updates: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()  # number and result
+        self._last_update = 0  # the number of the update on which the workers have acted
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
@@ -42,13 +54,13 @@ class State:
 
     def on_reset(self) -> None:
         """Called by `run` after the workers have met in a new world: forgets updates, calls `reset`, then callbacks."""
-        self._updates.clear()
+        self._updates = queue.SimpleQueue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Note that workers are about to come or go; `check_host_updates` acts on it. May be called from any thread.
+        """Note that workers will come or go; `check_host_updates` acts on it. May be called from any thread.
 
         Parameters
         ----------
@@ -57,7 +69,7 @@ class State:
         update_res : int
             A `HostUpdateResult`.
         """
-        self._updates.put(timestamp, update_res)
+        self._updates.put((int(timestamp), int(update_res)))
 
     def commit(self) -> None:
         """Save the state, then look for updates: `save`, then `check_host_updates`. Every worker calls it.
@@ -74,7 +86,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Leave the training function if any worker was told that workers come or go. Every worker calls it.
+        """Leave the training function if any worker knows that workers will come or go. Every worker calls it.
 
         Costs less than `commit`, and belongs in the same places: between two steps.
 
@@ -87,21 +99,39 @@ class State:
         InvalidRequestError
             A worker is in ``hvd.join()``.
         """
-        result = self._updates.agree()
+        result = self._agree_on_updates()
         if result is None:
             return
-        # Without a commit before it, `sync` would take back what was done since the last one in a part of the state.
+        # `sync` sends the saved state: without this save it would undo the steps since the last commit.
         self.save()
-        # Workers that leave may be the last ones.
+        # The workers that leave may be the last ones.
         checkpoint.commit(self, self._rank, now=result is HostUpdateResult.removed)
         raise HostsUpdatedInterrupt(skip_sync=result is HostUpdateResult.removed)
 
+    def _agree_on_updates(self) -> HostUpdateResult | None:
+        """All updates since the last call that any worker knows of, equal on all; None without one. Collective."""
+        newest, result = self._last_update, HostUpdateResult.no_update
+        while not self._updates.empty():
+            number, update = self._updates.get()
+            if number > self._last_update:
+                newest, result = max(newest, number), result | update
+        world = process.current().member
+        with world.submitting():
+            row = np.array([self._last_update, newest, result], np.int64)
+            rows = world.all_rows("check_host_updates", "elastic/updates", "check_host_updates", row)
+        # A worker that came later knows of fewer updates.
+        self._last_update, newest = int(rows[:, 0].max()), int(rows[:, 1].max())
+        if newest <= self._last_update:
+            return None
+        self._last_update = newest
+        return HostUpdateResult(int(np.bitwise_or.reduce(rows[:, 2])))
+
     def save(self) -> None:
-        """Keep a copy of the state in this process, in place of the last one."""
+        """Keep a copy of the state in this process, in place of the last copy."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to what was saved last."""
+        """Go back to the saved state."""
         raise NotImplementedError
 
     def sync(self) -> None:
@@ -115,16 +145,16 @@ class State:
 class ObjectState(State):
     """A state of Python objects, which are its attributes.
 
-    Attributes are copied when they are saved and when they are restored, so changes made to a list or an array since
-    the last commit are undone.
+    Attributes are copied when they are saved and when they are restored: changes to a list or an array since the last
+    commit are undone.
 
     Parameters
     ----------
     bcast_object, get_rank : callable, optional
-        As `State`; by default those of ``kvstore_hvd.mxnet``.
+        As `State`; by default the functions of ``kvstore_hvd.mxnet``.
     **kwargs
-        Names and first values of the attributes. Anything that ``copy.deepcopy`` can copy and that can be pickled.
-        Values are those saved first.
+        Names and first values of the attributes, which are saved. A value can be anything that ``copy.deepcopy`` can
+        copy and that can be pickled.
 
     Raises
     ------
@@ -143,7 +173,7 @@ class ObjectState(State):
         for name, value in kwargs.items():
             self._add(name, value)
 
-    if TYPE_CHECKING:  # which attributes there are only the program knows
+    if TYPE_CHECKING:  # only the program knows the attributes
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -153,30 +183,30 @@ class ObjectState(State):
         Parameters
         ----------
         path : path-like, optional
-            Rank 0 writes what was saved to this file, too; other workers write nothing. The file is replaced as a whole
+            Rank 0 writes the copies to this file, too; other workers write nothing. The file is replaced as a whole
             once the new one is on the disk.
 
         Raises
         ------
         InvalidRequestError
-            A value cannot be copied, and what was saved last is still there; or it cannot be pickled, or another
-            process is writing the file.
-        HorovodInternalError
-            The world is lost; what was saved last is still there.
+            A value cannot be copied, and the last copies stay; or it cannot be pickled, its handler has no ``content``,
+            or another process is writing the file.
+        HorovodInternalError, MXNetError
+            The world is lost, or the computation of an array failed; the last copies stay.
         OSError
-            The file cannot be written; the one that was there still is.
+            The file cannot be written; the last one stays.
         """
         self._save()
         if path is not None and self._rank() == 0:
             checkpoint.write(path, self._content())
 
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Take and save what was written by ``save(path)``. Not collective: a `sync` gives all workers rank 0's state.
+        """Restore and save a file of ``save(path)``. Not collective: a `sync` gives all workers rank 0's state.
 
         Parameters
         ----------
         path : path-like
-            Of a file that can be trusted: it is unpickled, which can run any program.
+            A file that can be trusted: it is unpickled, which can run any program.
 
         Raises
         ------
@@ -197,11 +227,11 @@ class ObjectState(State):
         self._saved_state = self._present()
 
     def _content(self) -> dict[str, Any]:
-        """What was saved last; can be pickled."""
+        """The saved state; can be pickled."""
         return {"names": self._names(), "objects": self._saved_state}
 
     def _fault(self, content: dict[str, Any]) -> str:
-        """Why the state cannot become like this, as a sentence; '' if it can."""
+        """Why the state cannot take a `_content`, as a sentence; '' if it can."""
         here, there = self._names(), content["names"]
         return "" if here == there else f"it has {_listed(there)}, but the state has {_listed(here)}."
 
@@ -209,14 +239,15 @@ class ObjectState(State):
         self._saved_state = content["objects"]
 
     def restore(self) -> None:
-        """Give the attributes the values saved last."""
+        """Give the attributes the saved values."""
         for name, value in deep_copy(self._saved_state).items():
             setattr(self, name, value)
 
     def sync(self) -> None:
-        """Give the attributes on all workers the values that rank 0 saved last. Every worker calls it.
+        """Give the attributes on all workers the values that rank 0 has saved. Every worker calls it.
 
-        What rank 0 has assigned since then is undone: call `commit` first, for example after loading a checkpoint.
+        Assignments of rank 0 since its last save are undone: call `commit` first, for example after loading a
+        checkpoint.
 
         Raises
         ------
@@ -230,11 +261,8 @@ class ObjectState(State):
         self._saved_state = received
         self.restore()
 
-    def _names(self) -> list[str]:
-        return sorted(self._saved_state)
-
     def _check_same(self, here: list[str], there: list[str]) -> None:
-        """Raise on all workers if one has not what rank 0 has."""
+        """Raise on all workers if a state has other names than rank 0's."""
         if not process.current().is_initialized:
             return
         world = process.current().member
@@ -242,6 +270,9 @@ class ObjectState(State):
             fault = f"it has {_listed(here)}, but rank 0 has {_listed(there)}."
             with world.submitting():
                 raise_on_all(world, fault if here != there else "")
+
+    def _names(self) -> list[str]:
+        return sorted(self._saved_state)
 
     def _add(self, name: str, value: Any) -> None:
         """Add an attribute, which must not hide anything."""
@@ -251,7 +282,7 @@ class ObjectState(State):
         setattr(self, name, value)
 
     def _present(self) -> dict[str, Any]:
-        """Copies of the attributes, as they are now. Raises when the world is lost: they may tell of a failed step."""
+        """Copies of the present attributes. Raises if the world is lost: a failed step may have changed them."""
         copies = named_copies({name: getattr(self, name) for name in self._saved_state}, "state")
         if process.current().is_initialized:
             process.current().member.check()

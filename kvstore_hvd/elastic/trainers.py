@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import kvstore_hvd
 from kvstore_hvd import mxnet as hvd
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.elastic.array_handlers import Arrays, ArraysHandler, Details
-from kvstore_hvd.elastic.copies import deep_copy, named_copies
-from kvstore_hvd.elastic.images import Spec, spec_of
+from kvstore_hvd.elastic.arrays import Arrays, ArraysHandler, Details, Spec
+from kvstore_hvd.elastic.handlers import deep_copy, named_copies
 from kvstore_hvd.errors import InvalidRequestError, message
-from kvstore_hvd.mxnet_compat.hooks import ALIAS, NAME
 from kvstore_hvd.store.arrays import new_array
 
-STORE_NAMES = (NAME, ALIAS)
-# Of the Trainer itself: by what gradients are scaled. In its dictionary, where a DistributedTrainer's say for how many
-# workers they are meant: the state may be restored among others.
+# Attributes of the Trainer: factors of gradients. In its dictionary, since those of a DistributedTrainer are divided by
+# the number of workers, which may be another one at the restore.
 _ATTRIBUTES = ("_scale", "_amp_original_scale")
-# Of the optimizer: its parameters, whose values are no part of it.
-_NOT_SAVED = ("param_dict",)
+# Attribute of the optimizer: the parameters, which have a handler of their own.
+_NOT_SAVED = "param_dict"
 
 
 class _Place(NamedTuple):
-    """Stands for an array in the states of an optimizer: the number of its values."""
+    """Stands for an array in the saved states of an optimizer."""
 
     number: int
 
 
 class TrainerHandler(ArraysHandler):
-    """Handler of a Trainer: all that its updates depend on, but for parameters and gradients."""
+    """Handler of a Trainer: all that its updates depend on except parameters and gradients."""
 
     def describe(self) -> tuple[Details, Arrays]:
-        """See `ArraysHandler.describe`."""
         trainer = self.value
-        _check(trainer)
+        if trainer._kvstore and trainer._update_on_kvstore:
+            fact = "its parameters are updated by its store, which keeps the states of the optimizer."
+            fix = "create it with kvstore='horovod', or with update_on_kvstore=False."
+            raise InvalidRequestError(message(fact, operation="state", name="Trainer", fix=fix))
         found: Arrays = []
         states = [
             {index: _without_arrays(state, index, found) for index, state in updater.states.items()}
@@ -43,7 +42,7 @@ class TrainerHandler(ArraysHandler):
         ]
         optimizer = _innermost(trainer)
         scaler = getattr(trainer, "_amp_loss_scaler", None)
-        settings = {key: each for key, each in vars(optimizer).items() if key not in _NOT_SAVED}
+        settings = {key: each for key, each in vars(optimizer).items() if key != _NOT_SAVED}
         details = {
             "optimizer": named_copies(settings, type(optimizer).__name__),
             "scaler": None if scaler is None else deep_copy(vars(scaler)),
@@ -57,7 +56,6 @@ class TrainerHandler(ArraysHandler):
         return details, found
 
     def fault(self, details: Details, specs: Sequence[Spec]) -> str:
-        """See `ArraysHandler.fault`."""
         trainer = self.value
         kinds = ("Trainer of Gluon", "DistributedTrainer")
         here, there = kinds[isinstance(trainer, hvd.DistributedTrainer)], kinds[details["distributed"]]
@@ -73,28 +71,31 @@ class TrainerHandler(ArraysHandler):
         return ""
 
     def receive(self) -> None:
-        """See `StagedHandler.receive`; afterwards the Trainers of all workers agree what they have to broadcast."""
-        is_ours = _has_our_store(self.value) or mxnet_compat.broadcasts_parameters(self.value)
+        # Stores are matched by the order in which they are made. A Trainer makes its store in its first step, which is
+        # another step for workers that come later: so it is made here.
+        store = mxnet_compat.store_in(self.value)
         super().receive()
-        if is_ours:
-            # A Trainer broadcasts its parameters in its first step, which is another one for workers that come later.
-            # The state broadcasts those that have values; the others follow in the next step of all workers.
+        if isinstance(store, kvstore_hvd.Horovod) or mxnet_compat.broadcasts_parameters(self.value):
+            # A Trainer broadcasts its parameters in its first step, too. The state broadcasts the parameters that have
+            # values; the others follow in the next step of all workers.
             deferred = set(self._spare.details["deferred"])
             self.value._params_to_init = [each for at, each in enumerate(self.value._params) if at in deferred]
 
     def own(self) -> dict[str, Any]:
-        """See `ArraysHandler.own`: the residuals of 2bit gradient compression."""
-        store = self.value._kvstore
-        return store._residuals() if isinstance(store, kvstore_hvd.Horovod) else {}
+        """The residuals of 2bit gradient compression."""
+        store = self._compressing_store()
+        return {} if store is None else store._residuals()
 
     def restore_own(self, saved: dict[str, Any]) -> None:
-        """See `ArraysHandler.restore_own`."""
-        store = self.value._kvstore
-        if isinstance(store, kvstore_hvd.Horovod):
+        store = self._compressing_store()
+        if store is not None:
             store._set_residuals(saved)
 
-    def conform(self, details: Details, specs: Sequence[Spec]) -> Sequence[tuple[Any, int]]:
-        """See `ArraysHandler.conform`."""
+    def _compressing_store(self) -> kvstore_hvd.Horovod | None:
+        store = self.value._kvstore
+        return store if isinstance(store, kvstore_hvd.Horovod) and store._reduction.threshold else None
+
+    def conform(self, details: Details, specs: Sequence[Spec]) -> Iterable[tuple[Any, int]]:
         trainer = self.value
         _set(_innermost(trainer), details["optimizer"])
         mxnet_compat.count_on_own_devices(trainer)
@@ -104,13 +105,15 @@ class TrainerHandler(ArraysHandler):
             _replace(vars(scaler), details["scaler"])
         targets: list[tuple[Any, int]] = []
         for at, (updater, device) in enumerate(zip(trainer._updaters, mxnet_compat.devices_of(trainer))):
-            # On more devices than rank 0 has, the others take the first one's states.
+            # Devices beyond rank 0's take the states of the first one.
             saved = details["states"][at if at < len(details["states"]) else 0]
 
             def take(place: _Place, present: Any, device: Any = device) -> Any:
-                array = _array(specs[place.number], present, device)
-                targets.append((array, place.number))
-                return array
+                spec = specs[place.number]
+                if not mxnet_compat.is_ndarray(present) or self.spec_of("", present) != spec:
+                    present = new_array(spec.shape, spec.dtype, device, is_np=spec.is_np)
+                targets.append((present, place.number))
+                return present
 
             states = {index: _with_arrays(tree, updater.states.get(index), take) for index, tree in saved.items()}
             _replace(updater.states, states)
@@ -118,39 +121,20 @@ class TrainerHandler(ArraysHandler):
         return targets
 
 
-def _check(trainer: Any) -> None:
-    if trainer._kvstore and trainer._update_on_kvstore:
-        fact = "its parameters are updated by its store, which keeps the states of the optimizer."
-        fix = "create it with kvstore='horovod', or with update_on_kvstore=False."
-        raise InvalidRequestError(message(fact, operation="state", name="Trainer", fix=fix))
-
-
 def _innermost(trainer: Any) -> Any:
-    """The optimizer that has the settings: a `DistributedOptimizer` hands them on to the one inside it."""
+    """The optimizer that has the settings; a `DistributedOptimizer` is a wrapper of it."""
     optimizer = trainer._optimizer
     while isinstance(optimizer, hvd.DistributedOptimizer):
         optimizer = vars(optimizer)["_optimizer"]
     return optimizer
 
 
-def _has_our_store(trainer: Any) -> bool:
-    """Whether it exchanges gradients through a store of ours, which is made now if it is not yet."""
-    # Stores are matched by the order in which they are made, and Trainers make theirs in the first step: those of
-    # workers that came later might do it in another order.
-    import mxnet
-
-    asked = trainer._kvstore_params
-    if not trainer._kv_initialized and isinstance(asked["kvstore"], str) and asked["kvstore"].lower() in STORE_NAMES:
-        asked["kvstore"] = mxnet.kvstore.create(asked["kvstore"])
-    return isinstance(trainer._kvstore if trainer._kv_initialized else asked["kvstore"], kvstore_hvd.Horovod)
-
-
-# -- Settings; others may hold references to them, so that objects stay the same ----------------------------------
+# -- Settings. Programs may hold references to these objects, which stay the same ones ------------------------------
 
 
 def _set(optimizer: Any, settings: Mapping[str, Any]) -> None:
     scheduler, saved = optimizer.lr_scheduler, settings["lr_scheduler"]
-    kept = {key: each for key, each in vars(optimizer).items() if key in _NOT_SAVED}
+    kept = {_NOT_SAVED: vars(optimizer)[_NOT_SAVED]} if _NOT_SAVED in vars(optimizer) else {}
     _replace(vars(optimizer), {**settings, **kept})
     if type(scheduler) is type(saved) and hasattr(saved, "__dict__"):
         _replace(vars(scheduler), vars(saved))
@@ -166,7 +150,7 @@ def _replace(present: dict[Any, Any], values: Mapping[Any, Any]) -> None:
 
 
 def _without_arrays(state: Any, name: object, found: Arrays) -> Any:
-    """A copy of a state, with places instead of its arrays, which are added to `found`."""
+    """A copy of a state with places instead of its arrays, which are appended to `found`."""
     if mxnet_compat.is_ndarray(state):
         found.append((name, state))
         return _Place(len(found) - 1)
@@ -176,17 +160,10 @@ def _without_arrays(state: Any, name: object, found: Arrays) -> Any:
 
 
 def _with_arrays(tree: Any, present: Any, take: Callable[[_Place, Any], Any]) -> Any:
-    """The state that `tree` is a copy of, with the arrays of the present one where they fit."""
+    """The state of the copy `tree`; `take` returns the array for a place, given the present one."""
     if isinstance(tree, _Place):
         return take(tree, present)
     if type(tree) in (tuple, list):
         parts = present if type(present) is type(tree) and len(present) == len(tree) else [None] * len(tree)
         return type(tree)(_with_arrays(each, part, take) for each, part in zip(tree, parts))
     return tree
-
-
-def _array(spec: Spec, present: Any, device: Any) -> Any:
-    """The present array if it looks as it should, else a new one."""
-    if mxnet_compat.is_ndarray(present) and spec_of("", present) == spec:
-        return present
-    return new_array(spec.shape, spec.dtype, device, is_np=spec.is_np)

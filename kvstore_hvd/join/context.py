@@ -1,9 +1,9 @@
 """The context manager in which workers may run out of input at different times.
 
-Who has left its body follows the others, in one of two ways. Joinables that others may have written tell in each
-iteration that this worker is still there, with one small allreduce that nobody waits for; who has left takes part in
-those with zeros, and runs the hooks as long as their sum is not zero. Where all joinables are Trainers, nothing is sent
-in an iteration: who has left sees in the engine what the others have submitted (see `_follow_steps`).
+A worker that has left the body follows the others, in one of two ways. Joinables of the program announce each iteration
+of their worker with a small allreduce that nobody waits for; a worker without input takes part in it with zero, and
+runs the hooks as long as the sum is not zero. Where all joinables are Trainers, nothing is sent in an iteration: the
+engine lists the operations of others that a worker without input has not submitted (see `_follow_steps`).
 
 PyTorch, "Distributed Training with Uneven Inputs Using the Join Context Manager", is the reference.
 """
@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Optional
+from typing import Any, NoReturn, Optional
 
 import numpy as np
 
@@ -31,35 +31,24 @@ from kvstore_hvd.errors import (
     MismatchError,
     message,
 )
-from kvstore_hvd.join import tokens
-from kvstore_hvd.join.joinable import Joinable, _JoinConfig
-from kvstore_hvd.join.pauses import Pauses
-from kvstore_hvd.join.trainers import TrainerHook, check_stores, joinable_for
-from kvstore_hvd.join.withdrawal import Withdrawal, is_withdrawn
-from kvstore_hvd.join.zeros import LEFT, explained
+from kvstore_hvd.join.following import LEFT, Pauses, Withdrawal, is_withdrawn, request_sum, submit, wait_for
+from kvstore_hvd.join.joinables import Joinable, TrainerHook, _JoinConfig, check_stores, joinable_for
 from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 
-# Iterations that a worker follows the others before it is told that this is a lot.
+# Iterations that a worker follows the others before it warns.
 _WARN_AFTER = 1000
-# The contexts that this process is in, the outermost first.
+# The contexts of this process, the outermost first.
 _entered: list[Join] = []
 
 
 class _Exhausted(RuntimeError):
-    """What `throw_on_early_termination` raises, on every worker of the context's world."""
+    """The error of `throw_on_early_termination`, on every worker of the context's world."""
 
     def __init__(self, text: str, world: Member) -> None:
         super().__init__(text)
         self.world = world
-
-
-class _Presence(NamedTuple):
-    """An operation that sums how many workers begin an iteration, under way, and its memory."""
-
-    work: native.Work
-    token: Any
 
 
 class Join:
@@ -68,26 +57,25 @@ class Join:
     Parameters
     ----------
     joinables : sequence of Joinable or mxnet.gluon.Trainer
-        In the order in which each iteration calls them; the same on all workers. Of Trainers alone the order in the
-        list does not matter, nor how often an iteration steps each of them, as long as workers with input step them
-        in the same order. A Trainer has ``kvstore='horovod'`` or is a
-        `DistributedTrainer`, and its ``step`` is used, with the batch size of this worker.
+        In the order in which each iteration calls them; the same on all workers. In a list of Trainers alone the order
+        does not matter, nor how often an iteration steps each of them, as long as workers with input step them in the
+        same order. A Trainer has ``kvstore='horovod'`` or is a `DistributedTrainer`, and its ``step`` is used, with
+        the batch size of this worker.
     enable : bool
         False: all workers are known to have the same number of iterations, and nothing is done.
     throw_on_early_termination : bool
         Raise on all workers as soon as one has no more input, instead of following the others.
     **kwargs
-        For every `Joinable.join_hook`. That of a Trainer takes ``divide_by_initial_world_size`` (bool, default True).
-        True: an exhausted worker counts as one with a batch of average size and gradients of zero. False: it does not
-        count; gradients are the mean over all samples, exactly as if one process had them all, also where batch sizes
-        differ.
+        For every `Joinable.join_hook`. Trainers take ``divide_by_initial_world_size`` (bool, default True). True: an
+        exhausted worker counts as one with a batch of average size and gradients of zero. False: it does not count;
+        gradients are the mean over all samples, exactly as if one process had them all, also where batch sizes differ.
 
     Raises
     ------
     ValueError
         There is no joinable, one was given twice, or they have different process sets.
     TypeError, InvalidRequestError
-        Something else was passed, an unknown argument, or a Trainer that does not exchange its gradients through a
+        Another object was passed, an unknown argument, or a Trainer that does not exchange its gradients through a
         store of its own.
     RuntimeError
         On entering the context: a Trainer, or another thread, is in one already.
@@ -135,28 +123,29 @@ class Join:
             raise InvalidRequestError(message(fact, fix="nest one Join for each process set."))
         # That of a process set, if the joinables have one.
         self._world = process.current().member if groups[0] is None else groups[0].world("Join")
-        # Whether who has no input sees what the others submit; else they tell in each iteration that they are there.
         self._trainers = [hook for hook in self._hooks if isinstance(hook, TrainerHook)]
-        self._follows_steps = not self._throws and len(self._trainers) == len(self._hooks)
+        self._has_only_trainers = len(self._trainers) == len(self._hooks)
+        # Steps are seen in the engine; otherwise workers announce each iteration.
+        self._follows_steps = not self._throws and self._has_only_trainers
         unknown = set(kwargs) - {"divide_by_initial_world_size"}
-        if len(self._trainers) == len(self._hooks) and unknown:  # other joinables may know more
+        if self._has_only_trainers and unknown:  # other joinables may take more arguments
             fact = f"Join of Trainers has no argument {sorted(unknown)[0]!r}."
             raise InvalidTypeError(message(fact, fix="leave it out; divide_by_initial_world_size is the only one."))
         self._followed = 0  # iterations
         self._beginner: Optional[Joinable] = None  # of Trainers alone, the first one that this worker has stepped
-        self._number = 0  # from 1: among those of the world, the same one on all its workers
+        self._number = 0  # from 1: of this Join in its world, equal on all workers
         self._thread = 0
         self._before: list[_JoinConfig] = []
-        self._held: list[Member] = []  # worlds whose unread errors may be those of what is withdrawn
+        self._held: list[Member] = []  # worlds with unread errors that may be of withdrawn operations
 
     def __enter__(self) -> Join:
-        if self._enable and any(isinstance(each, TrainerHook) and each.is_in_a_context for each in self._hooks):
-            fix = "leave the first one, or nest contexts of other Trainers."
-            raise InvalidRequestError(message("a Trainer is in a Join already.", operation="Join", fix=fix))
-        if self._enable and any(each._enable and each._thread != threading.get_ident() for each in _entered):
-            fact, fix = "another thread is in a Join.", "use one thread for all of them."
-            raise InvalidRequestError(message(fact, operation="Join", fix=fix))
         if self._enable:
+            if any(hook.joinable.is_in_a_context for hook in self._trainers):
+                fix = "leave the first one, or nest contexts of other Trainers."
+                raise InvalidRequestError(message("a Trainer is in a Join already.", operation="Join", fix=fix))
+            if any(each._enable and each._thread != threading.get_ident() for each in _entered):
+                fact, fix = "another thread is in a Join.", "use one thread for all of them."
+                raise InvalidRequestError(message(fact, operation="Join", fix=fix))
             self._number = self._world.next_number("Join")
         self._before = [joinable._join_config for joinable in self._joinables]
         for place, joinable in enumerate(self._joinables):
@@ -178,10 +167,9 @@ class Join:
     ) -> None:
         try:
             if self._was_declined(error):
-                # As it would have learnt from its next joinable.
-                self._begin_or_throw()
+                self._begin_or_throw()  # as the next joinable would
             if error is None and self._enable:
-                self._followed = 0  # not those that it followed as it left a context within this one
+                self._followed = 0  # without the iterations at the end of a context within this one
                 if self._throws:
                     self._end_all()
                 elif self._follows_steps:
@@ -205,13 +193,13 @@ class Join:
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Optional[native.Work]:
-        """Tell the workers that have joined that this one begins an iteration. For joinables, not for their users.
+        """Announce to the workers that have joined that this one begins an iteration. Called by joinables.
 
         Returns
         -------
         native.Work or None
             The handle of an allreduce in flight; None outside of an enabled context, from all but its first joinable,
-            and where no other worker needs to be told.
+            and where no other worker waits for it.
 
         Raises
         ------
@@ -227,12 +215,16 @@ class Join:
             return None
         if context._throws:
             return context._begin_or_throw()
-        return context._tell_presence(1)
+        if context._world.is_alone:
+            return None
+        # Nobody reads its error: the operations of the training have the same one.
+        with context._world.submitting():
+            return context._submit(LEFT, 1)[0]
 
     def _begins_iteration(self, joinable: Joinable) -> bool:
-        if len(self._trainers) < len(self._hooks):
+        if not self._has_only_trainers:
             return joinable._join_config.is_first_joinable
-        # The order of Trainers is that of their steps, which all workers with input take in the same one.
+        # Trainers are in the order of their steps, which is the same on all workers with input.
         if self._beginner is None:
             self._beginner = joinable
         return joinable is self._beginner
@@ -240,50 +232,54 @@ class Join:
     # -- The protocol -----------------------------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Run the hooks until no worker has input any more, as the others tell."""
-        while self._others_present():
+        """Run the hooks in each iteration that another worker begins, until none does."""
+        while not self._world.is_alone:
+            with self._world.submitting():
+                work, present = self._submit(LEFT, 0)
+                wait_for(work, self._world)
+            if present[0] == 0:
+                return
             for hook in self._hooks:
                 hook.main_hook()
             self._count()
 
     def _begin_or_throw(self) -> Optional[native.Work]:
-        """Where contexts throw, what an iteration begins with, if no worker has ended."""
+        """Begin an iteration of a context that throws; raises if another worker has ended."""
         if self._world.is_alone:
             return None
-        presence = self._submit(1)
+        work, _ = self._submit(LEFT, 1)
         if self._wait_for_early(0):
             self._throw("Detected at least one rank that exhausted inputs. Throwing across all ranks.")
         for world in self._held:
             world.raise_unread()
-        return presence.work
+        return work
 
     def _end_all(self) -> None:
-        """Where contexts throw, the end of the body: the end of all, if another worker has begun an iteration."""
+        """End the body of a context that throws; raises if another worker has begun an iteration."""
         if self._world.is_alone:
             return
         withdrawal = self._withdrawal()
-        if withdrawal.drain():  # of what this worker has begun
+        if withdrawal.drain():  # others have declined operations of this worker
             self._begin_or_throw()
-        presence = self._submit(0)
-        withdrawal.decline_until(presence.work)
-        if presence.token[0] > 0:
+        work, present = self._submit(LEFT, 0)
+        withdrawal.decline_until(work)
+        if present[0] > 0:
             self._wait_for_early(1)
             self._throw(f"Rank {self._world.topology.rank_in_all} exhausted all inputs.", withdrawal)
 
     def _throw(self, text: str, withdrawal: Optional[Withdrawal] = None) -> NoReturn:
-        """Raise on all workers, when what only some of them have submitted is gone."""
+        """Raise on all workers, once the operations that only some of them have submitted are over."""
         withdrawal = withdrawal or self._withdrawal()
         withdrawal.drain()
-        token = np.zeros(1, np.int64)
-        # Patient: what a host does after it is news to another one only once all have come to it.
-        request = self._request(f"{native.PATIENT}{self._wire_name('withdrawn')}", token)
-        withdrawal.decline_until(tokens.submit(self._world, request, token))
+        # Patient: a host learns of operations that another one submits after this one only once all have come to it.
+        work, _ = self._submit(f"{native.PATIENT}{self._wire_name('withdrawn')}", 0)
+        withdrawal.decline_until(work)
         withdrawal.drain()
         withdrawal.agree()
         raise _Exhausted(text, self._world)
 
     def _was_declined(self, error: Optional[BaseException]) -> bool:
-        """Whether an operation failed because a worker has no more input, and this context is to throw then."""
+        """Whether an operation failed because a worker of this context, which throws, has no more input."""
         if not self._enable or not self._throws or isinstance(error, _Exhausted):
             return False
         return is_withdrawn(error, self._world, self._number)
@@ -293,21 +289,19 @@ class Join:
 
     def _follow_steps(self) -> None:
         """Take the others' steps until no worker has input any more."""
-        # Each worker announces that it has left the body, under a name for which one may wait for any time; when that
-        # operation is complete, all have. Until then this one looks at what others have submitted and it has not: the
-        # gradients of a step.
+        # Each worker announces that it has left the body with a sum that has no timeout; it is complete when all have
+        # left. Until then the engine lists the operations that others have submitted and this worker has not: the
+        # gradients of a step. Nothing here blocks for one Trainer: another worker may wait for another Trainer's step.
         current = self._world
         if current.is_alone:
             return
-        # Contexts around this one have Trainers, too, that others may step before they leave this one.
+        # The others may step Trainers of contexts around this one before they leave this one.
         contexts = [each for each in _entered if each._follows_steps and each._world is current and each._enable]
         hooks = {hook: each for each in contexts for hook in each._trainers}
         waiting = ThreadPoolExecutor(len(hooks), "kvstore_hvd-join")
-        # Nothing blocks here: of two Trainers another worker may wait for the step of the other one. First come this
-        # worker's own last steps, which may still wait for their gradients or for others.
+        # First come this worker's own last steps, which may still wait for their gradients or for other workers.
         own = set(hooks)
-        steps: dict[TrainerHook, Future[None]] = {hook: waiting.submit(hook.wait_for_own) for hook in hooks}
-        token = np.zeros(1, np.int64)
+        steps: dict[TrainerHook, Future[None]] = {hook: waiting.submit(hook.joinable.wait_for_own) for hook in hooks}
         left: Optional[native.Work] = None
         pauses = Pauses()
         try:
@@ -317,25 +311,24 @@ class Join:
                     if hook in own:
                         own.remove(hook)
                     else:
-                        hook.finish()
+                        hook.joinable.update()
                 if left is None and not own:
                     with current.submitting():
-                        left = tokens.submit(current, self._request(LEFT, token), token)
+                        left, _ = self._submit(LEFT, 0)
                 is_over = left is not None and left.done
                 begun = [] if is_over else self._begun([hook for hook in hooks if hook not in steps])
                 for hook in begun:
                     hook.begin()
-                    steps[hook] = waiting.submit(hook.wait)
+                    steps[hook] = waiting.submit(hook.joinable.wait)
                     hooks[hook]._count()
                 pauses.after(found=bool(begun))
         finally:
-            waiting.shutdown(wait=False)  # after an exception its threads end when the others have been told of it
-        if left.error is not None:
-            raise explained(left.error, current)
+            waiting.shutdown(wait=False)  # after an exception its threads end when the world is aborted
+        wait_for(left, current)
 
     def _begun(self, hooks: Sequence[TrainerHook]) -> list[TrainerHook]:
-        """Those of which others have begun a step that this worker can follow."""
-        missed = self._world.engine().missed(native.MAX_NAMES, any(hook.is_deferred for hook in hooks))
+        """The hooks of Trainers with a step that others have begun, and that this worker can follow."""
+        missed = self._world.engine().missed(native.MAX_NAMES, any(hook.joinable.is_deferred for hook in hooks))
         if not missed:
             return []
         for hook in hooks:
@@ -355,11 +348,11 @@ class Join:
             )
 
     def _tell_of(self, error: BaseException) -> None:
-        """Free the workers that would wait for this one, unless they have the same error."""
+        """Abort the world, since other workers would wait for this one, unless they have the same error."""
         current = self._world
         if not self._enable or current.is_alone or self._is_shared(error):
             return
-        if any(each._was_declined(error) for each in _entered):  # of one around this one, perhaps
+        if any(each._was_declined(error) for each in _entered):  # by a worker of a context around this one
             return
         rank = current.topology.rank_in_all
         with contextlib.suppress(Exception):  # the error of the body is the one to raise
@@ -367,7 +360,7 @@ class Join:
             current.abort(f"rank {rank} left a Join context with {reason}")
 
     def _is_shared(self, error: BaseException) -> bool:
-        """Whether all workers of the context have it: it is none of a process set inside, or of this worker alone."""
+        """Whether all workers of the context have the error, not only workers of a process set or this one."""
         if isinstance(error, _Exhausted):
             return error.world is self._world
         if not isinstance(error, (DivergedError, MismatchError, InputFailedError, HorovodInternalError)):
@@ -378,44 +371,25 @@ class Join:
         ]
         return not any(re.search(rf"process set {each.number}\b", who) for each in inner if each is not None)
 
-    def _tell_presence(self, present: int) -> Optional[native.Work]:
-        if self._world.is_alone:
-            return None
-        # Nobody reads its error: the operations that training waits for have the same one.
-        with self._world.submitting():
-            return self._submit(present).work
-
-    def _others_present(self) -> bool:
-        """How a worker without input begins an iteration: waits for the others to begin theirs, or to have none."""
-        if self._world.is_alone:
-            return False
-        with self._world.submitting():
-            presence = self._submit(0)
-            try:
-                self._world.engine().wait(presence.work)
-            except MismatchError as error:
-                raise explained(error, self._world) from None
-        return bool(presence.token[0] > 0)
-
-    def _submit(self, present: int) -> _Presence:
-        token = np.array([present], np.int64)
-        return _Presence(tokens.submit(self._world, self._request(LEFT, token), token), token)
+    def _submit(self, name: str, value: int) -> tuple[native.Work, Any]:
+        """Submit a sum over the workers of this context; returns its handle and its memory."""
+        table = np.array([value], np.int64)
+        return submit(self._world, self._request(name, table), table), table
 
     def _wait_for_early(self, early: int) -> bool:
         """Whether a worker has ended early; waits for all."""
-        token = np.array([early], np.int64)
-        self._world.engine().run(self._request(self._wire_name("early"), token))
-        return bool(token[0] > 0)
+        table = np.array([early], np.int64)
+        self._world.engine().run(self._request(self._wire_name("early"), table))
+        return bool(table[0] > 0)
+
+    def _request(self, name: str, table: Any) -> native.Request:
+        # The group tells contexts apart that use one name.
+        return request_sum(name, f"'{name}'", table, self._number)
 
     def _wire_name(self, what: str) -> str:
         return f"join/{self._number}/{what}"
 
-    def _request(self, name: str, token: Any) -> native.Request:
-        place = [token.ctypes.data]
-        # The group tells contexts apart that are under one name.
-        return native.Request("allreduce", name, f"'{name}'", place, place, (1,), "int64", group=self._number)
-
 
 def is_uneven() -> bool:
-    """Whether this process is in a context in which some workers may go on without the others' input."""
+    """Whether this process is in a context in which workers go on while others have no input."""
     return any(context._enable and not context._throws for context in _entered)

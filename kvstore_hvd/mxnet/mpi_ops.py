@@ -15,7 +15,7 @@ from typing import Any, Optional, TypeVar
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, fault_of_text
-from kvstore_hvd.join import zeros
+from kvstore_hvd.join import following
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet import basics as _basics
 from kvstore_hvd.mxnet import gradients
@@ -294,7 +294,7 @@ def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:
     if is_uneven() and not world.is_alone:
         fact, fix = "it cannot be used within Join, whose workers wait for each other at its end.", "call it after it."
         raise InvalidRequestError(Call("join", world.topology).message(None, fact, fix))
-    last = zeros.join(world)
+    last = following.join(world)
     with world.submitting():
         world.agree_on_numbers()
     return int((process_set.ranks or [])[last])

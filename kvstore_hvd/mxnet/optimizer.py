@@ -123,7 +123,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         self._world, self._process_set = store._member, process_set
         self._sparse_as_dense = _checked_flag("DistributedTrainer", sparse_as_dense)
         self._compression = compression
-        #: See `join.trainers`: None means all workers.
+        #: See `join.joinables`: None means all workers.
         self._process_group = None if process_set is global_process_set else process_set
         self._is_compressed_here = not store_type(compression)
         if not self._is_compressed_here:

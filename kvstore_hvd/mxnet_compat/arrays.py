@@ -85,7 +85,7 @@ def bfloat16() -> Any:
 
 
 def dtype_name(x: Any) -> str:
-    """The array's dtype by NumPy's name, such as ``'float32'``; ``'bfloat16'`` for MXNet's own."""
+    """NumPy's name of an array's or parameter's dtype, such as ``'float32'``; ``'bfloat16'`` for MXNet's own."""
     return _name_of(x.dtype)
 
 
@@ -93,6 +93,8 @@ def dtype_name(x: Any) -> str:
 def _name_of(dtype: Any) -> str:
     import numpy as np
 
+    if isinstance(dtype, str) and dtype == "bfloat16":  # of a parameter
+        return dtype
     dtype = np.dtype(dtype)
     # MXNet describes bfloat16 to NumPy as a structure with one field of that name.
     return str(dtype.names[0] if dtype.names else dtype.name)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstore_hvd.mxnet_compat.arrays import context_of
-from kvstore_hvd.mxnet_compat.hooks import is_wrapped, wrap
+from kvstore_hvd.mxnet_compat.hooks import children_of, is_wrapped, wrap
 
 #: What MXNet knows the operator of `SyncBatchNorm` by.
 SYNC_BATCH_NORM = "kvstore_hvd_sync_batch_norm"
@@ -126,8 +125,7 @@ def _with_subclasses(kind: Any) -> Iterator[Any]:
 def _has_sync_batch_norm(block: Any) -> bool:
     if hasattr(block, "_synchronizes"):
         return True
-    children = [each() if isinstance(each, weakref.ref) else each for each in vars(block)["_children"].values()]
-    return any(map(_has_sync_batch_norm, children))
+    return any(map(_has_sync_batch_norm, children_of(block)))
 
 
 def _compiled_of(mxnet: Any, block: Any) -> Any:

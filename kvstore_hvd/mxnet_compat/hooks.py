@@ -9,6 +9,7 @@ import ctypes
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Optional
@@ -69,6 +70,11 @@ def version_number() -> int:
     number = ctypes.c_int()
     base.check_call(base._LIB.MXGetVersion(ctypes.byref(number)))
     return number.value
+
+
+def children_of(block: Any) -> list[Any]:
+    """The children of a Block of Gluon; MXNet 2 holds them by weak references."""
+    return [each() if isinstance(each, weakref.ref) else each for each in vars(block)["_children"].values()]
 
 
 def libmxnet_path() -> str:

@@ -22,7 +22,7 @@ from kvstore_hvd import log
 from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, is_parameter, stype_of
 from kvstore_hvd.mxnet_compat.graph import may_keep_gradients
-from kvstore_hvd.mxnet_compat.hooks import wrap
+from kvstore_hvd.mxnet_compat.hooks import children_of, wrap
 
 # Of parameters without arrays: the name on the wire ('' if none) and the call that follows their initialisation. No
 # attribute: copies of a network do not wait with it.
@@ -68,8 +68,7 @@ def parameters_in(thing: Any) -> list[Any]:
         found += block._reg_params.values()
         if hasattr(block, "_params"):  # MXNet 1: those that are no attributes, too
             found += block._params.values()
-        children = block._children.values()
-        waiting += [child() if isinstance(child, weakref.ref) else child for child in children]  # MXNet 2, MXNet 1
+        waiting += children_of(block)
     return found
 
 
@@ -106,14 +105,11 @@ def initialize_awaiting(name: str, shape: Sequence[int]) -> bool:
 
 def misfit(parameter: Any, shape: Sequence[int], dtype: str) -> str:
     """What keeps a parameter from having this shape and dtype, as a few words; '' if nothing does."""
-    import numpy as np
-
     wrong = _misfit_of_shape(parameter, shape)
     if wrong:
         return wrong
-    own_dtype = np.dtype([("bfloat16", np.uint16)]) if parameter.dtype == "bfloat16" else np.dtype(parameter.dtype)
-    own_name = own_dtype.names[0] if own_dtype.names else own_dtype.name
-    return "" if own_name == dtype else f"dtype {own_name} instead of {dtype}"
+    own = dtype_name(parameter)
+    return "" if own == dtype else f"dtype {own} instead of {dtype}"
 
 
 def _misfit_of_shape(parameter: Any, shape: Sequence[int]) -> str:

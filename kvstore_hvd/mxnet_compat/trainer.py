@@ -110,13 +110,23 @@ def name_parameters(trainer: Any, prefix: str) -> None:
 
 
 def note_joinable(trainer: Any, joinable: Any) -> None:
-    """Have the Trainer's steps go through ``joinable.step``, see `join.trainers`."""
+    """Have the Trainer's steps go through ``joinable.step``, see `join.joinables`."""
     _exchange_of(trainer).joinable = joinable
 
 
 def joinable_of(trainer: Any) -> Any:
     """The joinable of `note_joinable`, or None."""
     return _exchange_of(trainer).joinable
+
+
+def store_in(trainer: Any) -> Any:
+    """A Trainer's store, or its name. A store of this package is made now if the first step would make it."""
+    import mxnet
+
+    store = trainer._kvstore if trainer._kv_initialized else trainer._kvstore_params["kvstore"]
+    if isinstance(store, str) and asks_for_ours(store):
+        store = trainer._kvstore_params["kvstore"] = mxnet.kvstore.create(store)
+    return store
 
 
 def broadcasts_parameters(trainer: Any) -> bool:

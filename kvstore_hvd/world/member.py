@@ -36,7 +36,8 @@ class Member:
     def __init__(self) -> None:
         # Of its own: who leaves the world holds the process's, and waits for operators of MXNet that may ask for this.
         self._adapter_lock = threading.Lock()
-        self._world: World | None = None
+        #: The present world or the last one; None before the first one.
+        self.world: World | None = None
         self._connection: Connection | None = None
         self._leaving: Connection | None = None
         self._adapter: native.MXNetAdapter | None = None
@@ -46,8 +47,10 @@ class Member:
         self._holds_unread = 0  # number of open requests to leave unread errors alone
         self._closed = ""  # why there is no world any more
         self._remedy = ""
-        self._is_waiting = False
-        self._forked = False
+        #: Whether this worker of an elastic job has come to a running one, and has yet to be taken in.
+        self.is_waiting = False
+        #: Whether this process is a forked child of a worker: it knows the world, and is not in it.
+        self.is_forked = False
         self._arenas: list[native.Arena] = []  # of this world, and of earlier ones as long as arrays lie in them
         self._namespaces = Namespaces()
         # Calls without a name, by kind; and the largest number of any kind before all of these were 0. Workers may have
@@ -64,7 +67,7 @@ class Member:
         self._deferred = None
         self._numbers, self._first_number = {}, 0
         if topology.size > 1:
-            if self._world is not None:
+            if self.world is not None:
                 self._closed = "this worker could not join the world."
             if config().simd != "auto" and not native.set_simd_target(config().simd):
                 log.once("simd", logging.WARNING, "this CPU has no %s; using %s", config().simd, native.simd_target())
@@ -79,20 +82,20 @@ class Member:
                 connection.close(f"it could not join the world: {type(error).__name__}")
                 raise
             self._connection = connection
-        self._world, self._is_waiting = world, False
+        self.world, self.is_waiting = world, False
         self._closed = self._remedy = ""
         log.logger.debug("joined a world: %s", topology)
 
     def wait_for(self, world: World) -> None:
         """Take `world` for a guess of the one that this worker will be taken into by `join`."""
-        self._world, self._is_waiting = world, True
+        self.world, self.is_waiting = world, True
         self._closed = ""
 
     def leave(self, reason: str = "") -> Exception | None:
         """Leave the world; does nothing without one."""
         # Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
         # the other workers that need this one, with the reason in their text; its second line may be their fix.
-        if self._world is None or self._closed:
+        if self.world is None or self._closed:
             return None
         why = reason.partition("\n")[0]
         self._closed = f"this worker left the world{': ' + why if why else ''}."
@@ -165,7 +168,7 @@ class Member:
             if self._adapter is not None:
                 self._adapter.after_fork_in_child()
             self._connection = self._adapter = self._deferred = None
-            self._forked = True
+            self.is_forked = True
             self._closed = "this process is a forked child of a worker."
             self._remedy = "use stores in the worker itself only."
         arenas, self._arenas = self._arenas, []  # a child of this child gets copies of them anyway
@@ -226,19 +229,9 @@ class Member:
     # -- What stores need -------------------------------------------------------------------------------------------
 
     @property
-    def world(self) -> World | None:
-        """The present world or the last one; None before the first one."""
-        return self._world
-
-    @property
     def is_initialized(self) -> bool:
         """Whether this worker is in a world."""
-        return self._world is not None and not self._closed
-
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this worker of an elastic job has come to a running one, and has yet to be taken in."""
-        return self._is_waiting
+        return self.world is not None and not self._closed
 
     @property
     def is_connected(self) -> bool:
@@ -256,11 +249,6 @@ class Member:
         return self._deferred
 
     @property
-    def is_forked(self) -> bool:
-        """Whether this process is a forked child of a worker: it knows the world, and is not in it."""
-        return self._forked
-
-    @property
     def has_given_up(self) -> bool:
         """Whether this worker has failed the world because others did not come within the stall shutdown time."""
         return self._inspector is not None and self._inspector.has_given_up
@@ -268,20 +256,20 @@ class Member:
     @property
     def topology(self) -> Topology:
         """Who this worker is in the world and how many there are; stays readable after `leave`."""
-        assert self._world is not None
-        return self._world.topology
+        assert self.world is not None
+        return self.world.topology
 
     @property
     def job(self) -> str:
         """What tells the world from those of other workers."""
-        assert self._world is not None
-        return self._world.job
+        assert self.world is not None
+        return self.world.job
 
     @property
     def is_alone(self) -> bool:
         """Whether this worker is the only one: then every operation is a local copy."""
-        assert self._world is not None
-        return self._world.topology.size == 1 and not self._closed
+        assert self.world is not None
+        return self.world.topology.size == 1 and not self._closed
 
     def next_namespace(self, label: Callable[[str], str]) -> str:
         """A namespace for a new store: equal on all workers when they create their stores in the same order."""
@@ -313,7 +301,7 @@ class Member:
 
     def _connected(self) -> Connection:
         connection = self._connection
-        if self._is_waiting:
+        if self.is_waiting:
             fact = "this worker has joined a running elastic job, and the other workers have not taken it in yet."
             fix = (
                 "call no collective before the function that kvstore_hvd.elastic.run wraps; state.sync() sends the "

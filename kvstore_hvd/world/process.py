@@ -60,7 +60,8 @@ class Process:
         self._watchdog: ExitWatchdog | None = None
         self._recorder = Recorder()
         self._meetings: dict[str, int] = {}  # by job: the number of the next meeting
-        self._line: WorkerLine | None = None  # to the launcher, where workers may come and go
+        #: Control connection to the launcher, which gives out the worlds of an elastic job; None in other jobs.
+        self.line: WorkerLine | None = None
 
     @property
     def member(self) -> Member:
@@ -133,15 +134,14 @@ class Process:
             elif self._member.is_waiting and comm is None:
                 self._member.wait_for(world)  # again: only within `elastic.run` the others take it in
             else:
-                self._rejoin(comm)
+                self.meet(comm=comm)
             self._record_from_start()
             return self.topology
 
-    def shutdown(self, reason: str = "") -> None:
+    def shutdown(self) -> None:
         """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one.
 
-        Waits for the pending operations of this worker, unless `reason` is given: then they fail, and so do those of
-        the other workers that need this one, with the reason in their text.
+        Waits for the pending operations of this worker.
 
         Raises
         ------
@@ -153,7 +153,7 @@ class Process:
         with self._lock:
             try:
                 was_lost = self._member.is_lost
-                raise_unread(self.leave(reason), was_lost)
+                raise_unread(self.leave(), was_lost)
             finally:
                 self._recorder.finish()
                 self._forget_inner()
@@ -173,20 +173,39 @@ class Process:
         with self._lock:
             if self._member.world is None:
                 return self.init()
-            self.abandon("reset() was called")
-            self._rejoin()
-            return self.topology
+            self.leave("reset() was called")
+            return self.meet()
 
-    def abandon(self, reason: str) -> None:
-        """Leave the world, lost or not, as the first half of `reset`: arrays can be used again, with any content."""
-        with self._lock:
-            self.leave(reason)
-            self._member.drain()  # the errors of what was pending belong to the old world
+    def leave(self, reason: str = "") -> Exception | None:
+        """Leave the world, after the worlds inside it; does nothing without one. Returns and raises as `Member.leave`.
 
-    def meet(self, cause: str, text: str = "") -> Topology:
-        """The other half of `reset`, after `abandon`, or to be taken in by a running job."""
+        Afterwards no thread of MXNet's writes to arrays any more; if a reason is given, their content is undefined.
+        """
         with self._lock:
-            self._rejoin(cause=cause, text=text)
+            return self._leave(reason)
+
+    def meet(self, cause: str = "reset", text: str = "", comm: Any = None) -> Topology:
+        """Join the next world, after `leave`, or the running job that this worker has come to."""
+        with self._lock:
+            world = self._member.world
+            assert world is not None
+            if self._member.is_forked:
+                raise self._member.closed_error()
+            if self.line is not None:
+                _check_chosen_by_launcher(comm)
+            if comm is not None:
+                chosen = discover(comm)
+                # Generations go on, whoever meets; meetings are counted for each group of workers.
+                topology = dataclasses.replace(chosen.topology, generation=world.topology.generation + 1)
+                meeting = self._meetings.get(chosen.job, 0)
+                self._join(dataclasses.replace(chosen, topology=topology, meeting=meeting))
+            elif self.line is not None:
+                self._forget_inner()  # to be made anew: ranks are not what they were
+                self._join(self.line.next_world(cause, text))
+            else:
+                # A failed attempt does not count: it is made again under the same name. Workers that failed a different
+                # number of times would never meet otherwise.
+                self._join(world.next_generation())
             return self.topology
 
     @property
@@ -199,45 +218,59 @@ class Process:
         """The place of this worker in the latest world that it was in, left or not; None before the first one."""
         return None if self._member.world is None or self._member.is_waiting else self._member.topology
 
-    @property
-    def line(self) -> WorkerLine | None:
-        """Where the worlds come from when workers may come and go; None where they may not."""
-        return self._line
-
     def _join(self, world: World) -> None:
-        """Join a world, and those inside it again. Raises as `Member.join`."""
-        topology = world.topology
-        log.set_rank(topology.rank, topology.size)
-        if topology.size > 1:
-            _register_fork_handlers()
-            self._watchdog = self._watchdog or ExitWatchdog()
-        self._member.join(world)
+        """Join a world, and the worlds inside it again; raises as `Member.join`.
+
+        If workers do not meet in a world of the launcher's, it gives out the next one, until all of its workers do.
+        """
+        while True:
+            topology = world.topology
+            log.set_rank(topology.rank, topology.size)
+            if topology.size > 1:
+                _register_fork_handlers()
+                self._watchdog = self._watchdog or ExitWatchdog()
+            try:
+                self._member.join(world)
+                break
+            except LaunchError as error:
+                if self.line is None:
+                    raise
+                log.logger.info("the rendezvous failed: %s", error)
+                text = " ".join(map(str.strip, str(error).splitlines()))
+                world = self.line.next_world("meeting", text, world.unreached)
         self._meetings[world.job] = world.meeting + 1
-        warn_beside(topology)
         if topology.size > 1:
+            warn_beside(topology)
             register_exit_handler()
         self._recorder.joined(self._member.others(), topology)
         self._inner_joins = 0
         for inner in self._inner:
             self._join_inner(inner, world)
         self._record(*self._inner)
+        if self.line is not None:
+            self.line.joined(world)
+        why = world.lost()  # the launcher may have said so before this world was joined
+        if why:
+            self.abort(why)
 
-    def leave(self, reason: str = "") -> Exception | None:
-        """Leave the world, after those inside it; does nothing without one. Returns and raises as `Member.leave`."""
+    def _leave(self, reason: str) -> Exception | None:
         member = self._member
         if not member.is_initialized:
             return None
         try:
             try:
                 if not reason and member.is_connected and not member.is_lost:
-                    member.drain()  # what MXNet has not come to yet may submit more, like a layer of SyncBatchNorm
+                    member.drain()  # pending computations of MXNet may submit more, like a layer of SyncBatchNorm
                 inner_unread = self._leave_all_inner(reason)
             except BaseException as error:  # Ctrl-C, above all: nobody waits for this worker in any of these worlds
                 interrupted = f"it was interrupted while it left: {type(error).__name__}"
                 self._leave_all_inner(interrupted)
                 member.leave(interrupted)
                 raise
-            return first_unread(inner_unread, member.leave(reason))
+            unread = first_unread(inner_unread, member.leave(reason))
+            if reason:
+                member.drain()  # the errors of pending operations belong to this world
+            return unread
         finally:
             self._recorder.left()
 
@@ -270,56 +303,20 @@ class Process:
 
     def _enter(self, line: WorkerLine, comm: Any) -> None:
         _check_chosen_by_launcher(comm)
-        self._line = line
+        self.line = line
         line.on_void = self._on_void
         world, is_real = line.enter()
         if is_real:
-            self._meet(line, world)
+            self._join(world)
             return
         log.set_rank(world.topology.rank, world.topology.size)
         log.logger.info("came to a running job, probably as rank %d of %d", world.topology.rank, world.topology.size)
         self._member.wait_for(world)
 
-    def _meet(self, line: WorkerLine, world: World) -> None:
-        """Join a world that the launcher has given out, or the next one that all of its workers reach."""
-        while True:
-            try:
-                self._join(world)
-                break
-            except LaunchError as error:
-                log.logger.info("the rendezvous failed: %s", error)
-                text = " ".join(map(str.strip, str(error).splitlines()))
-                world = line.next_world("meeting", text, world.unreached)
-        line.joined(world)
-        why = world.lost()  # the message may have come before this world was joined
-        if why:
-            self.abort(why)
-
     def _on_void(self, generation: int, text: str) -> None:
         world = self._member.world
         if world is not None and world.topology.generation <= generation:
             self.abort(text)
-
-    def _rejoin(self, comm: Any = None, cause: str = "reset", text: str = "") -> None:
-        world = self._member.world
-        assert world is not None
-        if self._member.is_forked:
-            raise self._member.closed_error()
-        if self._line is not None:
-            _check_chosen_by_launcher(comm)
-        if comm is not None:
-            chosen = discover(comm)
-            # Generations go on, whoever meets; meetings are counted for each group of workers.
-            topology = dataclasses.replace(chosen.topology, generation=world.topology.generation + 1)
-            meeting = self._meetings.get(chosen.job, 0)
-            self._join(dataclasses.replace(chosen, topology=topology, meeting=meeting))
-        elif self._line is not None:
-            self._forget_inner()  # to be made anew: ranks are not what they were
-            self._meet(self._line, self._line.next_world(cause, text))
-        else:
-            # A failed attempt does not count: it is made again under the same name. Workers that failed a different
-            # number of times would never meet otherwise.
-            self._join(world.next_generation())
 
     def adapter_for_gradients(self) -> native.MXNetAdapter | None:
         """See `Member.adapter_for_gradients`; also none before the first world."""
@@ -470,9 +467,7 @@ class Process:
             progress = (lambda: None) if reason else (lambda: self._progress(limit_s, busy))
             self._watchdog.leaving(limit_s, lambda: self.abort(text), progress)
         try:
-            unread = self.leave(reason)
-            if reason:
-                self._member.drain()  # or MXNet's own exit handler would print the errors of what was pending
+            unread = self._leave(reason)  # without the lock, which a daemon thread may hold
             if unread is not None:
                 log_unread(unread)
                 if not told:  # or this error may follow from the one that the program has got, and ended well with

@@ -34,7 +34,7 @@ class WorkerLine:
         self.on_void: Callable[[int, str], None] = lambda generation, text: None
         #: Called when workers are to come or go, with a number that grows and a `HostUpdateResult`.
         self.on_update: Callable[[int, int], None] = lambda number, result: None
-        self._secret, self._worker = secret, worker
+        self._secret, self._worker, self._test_hosts = secret, worker, config().test_hosts
         self._pid = os.getpid()
         self._channel = Channel(_connected(daemon), TO_WORKER)
         self._lock = threading.Lock()  # of who sends; one thread may receive meanwhile
@@ -110,8 +110,8 @@ class WorkerLine:
         generation = answer.get("generation", -1)
         hosts = [Host(name, identity) for name, identity in answer["hosts"]]
         places = answer["places"]
-        if config().test_hosts:
-            hosts, places = virtual_hosts(hosts, config().test_hosts), ()
+        if self._test_hosts:
+            hosts, places = virtual_hosts(hosts, self._test_hosts), ()
         topology = Topology.of(
             answer["rank"], hosts, generation=generation, source="launcher", places=places, pids=answer["pids"]
         )

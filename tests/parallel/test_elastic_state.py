@@ -73,7 +73,7 @@ def test_updates_add_up_over_the_workers(rank, size):
     # A newcomer has seen other updates before.
     state = ObjectState()
     if rank == 0:
-        state._updates._last = 7
+        state._last_update = 7
     state.on_hosts_updated(6, HostUpdateResult.added)
     state.commit()
     if rank == size - 1 and rank:

@@ -96,7 +96,7 @@ def fake_world(rank: int = 0, size: int = 2) -> Iterator[FakeConnection]:
     mine = process.Process()
     topology = Topology.of(rank, [Host.here()] * size, source="launcher")
     connection = FakeConnection(FakeAdapter())
-    mine._member._world = World(topology, "fake", b"")
+    mine._member.world = World(topology, "fake", b"")
     mine._member._connection = connection  # type: ignore[assignment]
     before = process._current
     process._current, process.everybody = mine, mine._member

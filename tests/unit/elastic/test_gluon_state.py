@@ -322,7 +322,7 @@ def test_what_rank_0_has_must_fit():
         (other, "trainer", "optimizer is SGD here, but Nadam there"),
     ]:
         copy = there[name]._saved
-        found = mine[name].fault(copy.details, copy.image.specs)
+        found = mine[name].fault(copy.details, copy.specs)
         assert (text in found, bool(found)) == (True, bool(text))
 
 

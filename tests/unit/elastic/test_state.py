@@ -13,8 +13,8 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, checkpoint
-from kvstore_hvd.elastic.copies import deep_copy
-from kvstore_hvd.elastic.notification import NotificationManager
+from kvstore_hvd.elastic.handlers import deep_copy
+from kvstore_hvd.elastic.run import NotificationManager
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError
 from kvstore_hvd.world import process
 
@@ -283,7 +283,8 @@ def test_a_state_that_raises_does_not_end_who_listens_to_the_launcher(monkeypatc
             raise ValueError("mine")
 
     line = SimpleNamespace(on_update=None, update=(1, HostUpdateResult.added))
-    monkeypatch.setattr(process.Process, "line", line)
+    process.current().init()
+    monkeypatch.setattr(process.current(), "line", line)
     manager = NotificationManager()
     manager.init()
     manager.register_listener(Broken(lambda value: value, lambda: 0))

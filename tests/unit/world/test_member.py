@@ -104,7 +104,7 @@ def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
 def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(fake, voided, is_aborted):
     """A word about an earlier one, which came late, changes nothing."""
     mine = process.current()
-    mine.member._world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
+    mine.member.world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
     mine._on_void(voided, "worker 1 died")
     assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
 

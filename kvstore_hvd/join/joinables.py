@@ -1,34 +1,92 @@
-"""Gluon's Trainers in a Join: a worker without input takes their steps with gradients of zero.
+"""Joinables: the base class, and Gluon's Trainers, whose steps a worker without input takes with gradients of zero.
 
-It averages with the others and applies the same update, so that parameters, the states of the optimizer, its learning
-rate and the scale of AMP stay equal on all workers, bit by bit. What a gradient counts is agreed within the allreduce
-itself: each worker announces its batch size as its weight (see `native.Request`), and nothing else is sent. Only
-gradients of float16 are summed, as a mean might be too small for them; then batch sizes are exchanged in each step.
+That worker averages with the others and applies the same update: parameters, the states of the optimizer, its learning
+rate and the scale of AMP stay equal on all workers, bit by bit. The allreduce of a gradient itself agrees on the
+divisor: each worker announces its batch size as its weight (see `native.Request`), and nothing else is sent. Gradients
+of float16 are summed, since their mean might be too small; there, batch sizes are exchanged in each step.
 """
 
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 import kvstore_hvd
-from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd import mxnet_compat
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutError, message  # noqa: A004 - not the builtin
-from kvstore_hvd.join.joinable import Joinable, JoinHook
-from kvstore_hvd.join.pauses import Pauses
+from kvstore_hvd.join.following import Pauses, missed_in
 from kvstore_hvd.native.records import Missed
 from kvstore_hvd.store.keys import wire_name
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 from kvstore_hvd.world.stall import is_stopped
 
-# Of a worker that has no input: counts as an average one of the others, or not at all.
+# Weights of a worker without input: it counts as an average worker, or not at all.
 _ABSENT, _NOT_COUNTED = -1.0, 0.0
+
+
+class JoinHook:
+    """The iterations of a joinable on a worker that has no more input."""
+
+    def main_hook(self) -> None:
+        """Take part in the collectives of one iteration of the others; called once for each iteration."""
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Finish, after all workers have joined.
+
+        Parameters
+        ----------
+        is_last_joiner : bool
+            Whether this worker joined last; several may have.
+        """
+
+
+class _JoinConfig(NamedTuple):
+    """The context of a joinable."""
+
+    enable: bool
+    throw_on_early_termination: bool
+    is_first_joinable: bool
+    context: Any = None
+
+    @staticmethod
+    def construct_disabled_join_config() -> _JoinConfig:
+        """The configuration of a joinable in no context."""
+        return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
+
+
+class Joinable(ABC):
+    """An object that communicates in each iteration, and can take part in iterations without input.
+
+    A subclass calls this constructor, and `Join.notify_join_context` in each iteration, before it communicates.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._join_config = _JoinConfig.construct_disabled_join_config()
+
+    @abstractmethod
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook for a context, with the `kwargs` of `Join`."""
+
+    @property
+    @abstractmethod
+    def join_device(self) -> Any:
+        """The MXNet context of its arrays."""
+
+    @property
+    @abstractmethod
+    def join_process_group(self) -> Any:
+        """The process set of its collectives; None means all workers."""
+
+
+# -- Trainers -----------------------------------------------------------------------------------------------------
 
 
 def joinable_for(thing: Any) -> Joinable:
@@ -36,8 +94,7 @@ def joinable_for(thing: Any) -> Joinable:
     if mxnet_compat.is_trainer(thing):
         joinable: Joinable | None = mxnet_compat.joinable_of(thing)
         if joinable is None:
-            joinable = _TrainerJoinable(thing)
-            mxnet_compat.note_joinable(thing, joinable)
+            mxnet_compat.note_joinable(thing, joinable := _TrainerJoinable(thing))
         return joinable
     if not isinstance(thing, Joinable):
         fact = f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}."
@@ -46,7 +103,7 @@ def joinable_for(thing: Any) -> Joinable:
 
 
 def check_stores(joinables: Sequence[Joinable]) -> None:
-    """Raise InvalidRequestError when two Trainers share a store: nobody could tell whose a gradient is."""
+    """Raise InvalidRequestError when two Trainers share a store: their gradients would have the same names."""
     stores = [each.store for each in joinables if isinstance(each, _TrainerJoinable)]
     if len({id(store) for store in stores}) < len(stores):
         fact, fix = "two Trainers use the same store.", "give each its own: kvstore='horovod'."
@@ -54,41 +111,49 @@ def check_stores(joinables: Sequence[Joinable]) -> None:
 
 
 class _TrainerJoinable(Joinable):
-    """Takes part for one Trainer, which need not know of it."""
+    """The joinable of a Trainer, whose steps go through it."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__()
-        self._trainer = trainer
-        self.store: kvstore_hvd.Horovod = _store_of(trainer)
-        self._weight = 1.0  # of the step without input that is under way
-        self._divisor = 1.0  # what MXNet divides the gradients of the present step by
+        self.trainer = trainer
+        store = mxnet_compat.store_in(trainer)  # made now: its name must be known before the first step
+        if not isinstance(store, kvstore_hvd.Horovod):
+            fact = "it does not exchange gradients."
+            fix = "create it with kvstore='horovod', or as a DistributedTrainer."
+            speaker = process.current().topology.speaker
+            raise InvalidRequestError(message(fact, **speaker, operation="Join", name="Trainer", fix=fix))
+        self.store = store
+        self._weight = 1.0  # of the pending step without input
+        self._divisor = 1.0  # MXNet divides the gradients of the present step by it
 
     def join_hook(self, **kwargs: Any) -> TrainerHook:
-        """See `Joinable.join_hook`. Of `kwargs` it knows ``divide_by_initial_world_size``."""
         return TrainerHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
 
     @property
     def join_device(self) -> Any:
-        """See `Joinable.join_device`."""
-        return mxnet_compat.devices_of(self._trainer)[0]
+        return mxnet_compat.devices_of(self.trainer)[0]
 
     @property
     def join_process_group(self) -> Any:
-        """See `Joinable.join_process_group`."""
-        return getattr(self._trainer, "_process_group", None)
-
-    @property
-    def trainer(self) -> Any:
-        """The Trainer."""
-        return self._trainer
+        return getattr(self.trainer, "_process_group", None)
 
     @property
     def world(self) -> Member:
         """The workers that it exchanges gradients with."""
         return self.store._member
 
+    @property
+    def is_in_a_context(self) -> bool:
+        """Whether its Join is under way."""
+        return self._join_config.enable
+
+    @property
+    def is_deferred(self) -> bool:
+        """Whether a parameter waits for its shape, which the others know."""
+        return any(map(mxnet_compat.is_deferred, self.trainer._params))
+
     def step(self, original: Callable[..., None], batch_size: Any, ignore_stale_grad: bool) -> None:
-        """What ``Trainer.step`` does; `original` is that of MXNet."""
+        """``Trainer.step``; `original` is MXNet's."""
         if not self._join_config.enable or self.world.is_alone:
             original(batch_size, ignore_stale_grad)
             return
@@ -98,7 +163,7 @@ class _TrainerJoinable(Joinable):
         self._join_config.context.notify_join_context(self)
         self._start()  # sets the gradient compression of the store
         if self._has_halves:
-            self._trainer._allreduce_grads()
+            self.trainer._allreduce_grads()
             self._divisor = self._agreed_divisor(weight)
             self._update()
             return
@@ -107,7 +172,6 @@ class _TrainerJoinable(Joinable):
 
     def submit_zeros(self, weight: float) -> None:
         """Take part in a step of the others, up to the update."""
-        trainer = self._trainer
         for parameter in self._trained():
             for gradient in parameter.list_grad():
                 mxnet_compat.set_to_zero(gradient)
@@ -116,40 +180,39 @@ class _TrainerJoinable(Joinable):
         self._start()
         self._weight = weight
         with contextlib.nullcontext() if self._has_halves else self.store._averaging(weight):
-            trainer._allreduce_grads()
+            self.trainer._allreduce_grads()
 
     def wait(self) -> None:
-        """Wait for what `submit_zeros` has submitted. Any thread."""
+        """Wait until the gradients of `submit_zeros` are reduced. Any thread."""
         for parameter in self._trained():
             for gradient in parameter.list_grad():
                 gradient.wait_to_read()
         self._divisor = self._agreed_divisor(self._weight) if self._has_halves else self._batch_size
 
     def wait_for_own(self) -> None:
-        """Wait for what this worker's own steps have submitted, broadcasts of parameters too. Any thread."""
-        for parameter in self._trainer._params:
+        """Wait until this worker's own steps and broadcasts of parameters are over. Any thread."""
+        for parameter in self.trainer._params:
             for array in (*(parameter._data or ()), *(parameter._grad or ())):  # none while a shape is not known
                 array.wait_to_read()
 
     def update(self) -> None:
         """Update the parameters as the others do."""
-        trainer = self._trainer
+        trainer = self.trainer
         scaler = getattr(trainer, "_amp_loss_scaler", None)
         if scaler is not None:  # as amp.scale_loss does
             trainer._scale = trainer._amp_original_scale / scaler.loss_scale
         self._update()
-        for parameter in self._trained():  # no batch of this worker's is in them
+        for parameter in self._trained():  # they have no batch of this worker's
             mxnet_compat.zero_added_gradients(parameter)
 
     def check_reduction(self) -> None:
-        """Raise InvalidRequestError in a Join:"""
         if self._join_config.enable and not self.world.is_alone:
             fact = "allreduce_grads() and update() cannot be used within Join: workers without input could not follow."
             raise self._refusal(fact, "call step(); to clip gradients, give the optimizer clip_gradient.")
 
     @property
     def _batch_size(self) -> float:
-        """By what MXNet is to divide."""
+        """MXNet divides means by it."""
         return 1.0 / self.world.topology.size
 
     @property
@@ -158,18 +221,18 @@ class _TrainerJoinable(Joinable):
         return halves or self.store._reduction.as_half or self.store._reduction.threshold > 0
 
     def _start(self) -> None:
-        """What a Trainer's first step begins with."""
-        if not self._trainer._kv_initialized:
-            self._trainer._init_kvstore()
-        if self._trainer._params_to_init:
-            self._trainer._init_params()
+        """Make the store and broadcast parameters, as a Trainer's first step does."""
+        if not self.trainer._kv_initialized:
+            self.trainer._init_kvstore()
+        if self.trainer._params_to_init:
+            self.trainer._init_params()
 
     def _update(self) -> None:
-        self._trainer._optimizer.rescale_grad = self._trainer._scale / self._divisor
-        self._trainer._update(False)
+        self.trainer._optimizer.rescale_grad = self.trainer._scale / self._divisor
+        self.trainer._update(False)
 
     def _agreed_divisor(self, weight: float) -> float:
-        """By what MXNet is to divide sums; waits for all workers. As World::weights() in world.hpp."""
+        """MXNet divides sums by it; waits for all workers. As World::weights() in world.hpp."""
         world = self.world
         with world.submitting():
             name = f"{self.store._namespace}/join/weights"
@@ -179,12 +242,7 @@ class _TrainerJoinable(Joinable):
         return float(weights[weights > 0].sum()) * (present + absent) / present / world.topology.size
 
     def _trained(self) -> list[Any]:
-        return [each for each in self._trainer._params if each.grad_req != "null"]
-
-    @property
-    def is_in_a_context(self) -> bool:
-        """Whether its Join is under way."""
-        return self._join_config.enable
+        return [each for each in self.trainer._params if each.grad_req != "null"]
 
     def _checked(self, batch_size: Any) -> float:
         try:
@@ -198,10 +256,10 @@ class _TrainerJoinable(Joinable):
     def _check_fresh(self) -> None:
         for parameter in self._trained():
             if not all(array._fresh_grad for array in mxnet_compat.arrays_of(parameter) or []):
-                key = mxnet_compat.key_of(self._trainer, parameter)
+                key = mxnet_compat.key_of(self.trainer, parameter)
                 fact = "its gradient is stale: workers without input cannot know that it is to be ignored."
                 fix = "give the Trainer only parameters that every step uses, or leave the Join."
-                raise self._refusal(fact, fix, mxnet_compat.labels_of(self._trainer)[key])
+                raise self._refusal(fact, fix, mxnet_compat.labels_of(self.trainer)[key])
 
     def _refusal(self, fact: str, fix: str, name: str = "") -> InvalidRequestError:
         speaker = self.world.topology.speaker
@@ -209,73 +267,49 @@ class _TrainerJoinable(Joinable):
 
 
 class TrainerHook(JoinHook):
-    """What a Trainer does in place of its steps on a worker that has no more input."""
+    """The steps of a Trainer on a worker that has no more input."""
 
     def __init__(self, joinable: _TrainerJoinable, divide_by_initial_world_size: bool) -> None:
-        self._joinable = joinable
+        self.joinable = joinable
         self._weight = _ABSENT if divide_by_initial_world_size else _NOT_COUNTED
 
     def main_hook(self) -> None:
-        """See `JoinHook.main_hook`. Waits for its end."""
+        """Take a step of the others; waits for its end."""
         self._await_shapes()
         self.begin()
-        self.wait()
-        self.finish()
+        self.joinable.wait()
+        self.joinable.update()
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Give all workers the running statistics of one that joined last; compare the rest."""
-        trainer, store, world = self._joinable.trainer, self._joinable.store, self._joinable.world
+        trainer, store, world = self.joinable.trainer, self.joinable.store, self.joinable.world
         if world.is_alone:
             return
-        is_started = trainer._kv_initialized and not self.is_deferred
+        is_started = trainer._kv_initialized and not self.joinable.is_deferred
         row = np.array([is_last_joiner, is_started], np.int64)
         with world.submitting():
             rows = world.all_rows("Join", f"{store._namespace}/join/end", "the end of a Join", row)
         if not rows[:, 1].all():
             return  # nobody has taken a step
-        # Nobody has joined last where each has followed another one with a Trainer of its own.
+        # Without a last joiner each worker has followed another one, with a Trainer of its own.
         root = int(np.flatnonzero(rows[:, 0] if rows[:, 0].any() else rows[:, 1]).max())
-        keys = [(mxnet_compat.key_of(trainer, each), each) for each in trainer._params]
+        keys = self._keys()
         for key, parameter in keys:
             if parameter.grad_req == "null":
                 store._broadcast_from(root, key, parameter.list_data())
         labels = mxnet_compat.labels_of(trainer)
         store._verify([(f"'{labels[key]}' (key {key})", each) for key, each in keys], "at the end of a Join")
 
-    # -- A step in parts, for workers that see in the engine what the others submit -----------------------------------
-
     def begin(self) -> None:
         """Submit gradients of zero."""
-        self._joinable.submit_zeros(self._weight)
-
-    def wait(self) -> None:
-        """Wait until the gradients are reduced. Any thread."""
-        self._joinable.wait()
-
-    def wait_for_own(self) -> None:
-        """Wait until this worker's own steps are over. Any thread."""
-        self._joinable.wait_for_own()
-
-    def finish(self) -> None:
-        """Update the parameters."""
-        self._joinable.update()
-
-    @property
-    def is_in_a_context(self) -> bool:
-        """Whether the Trainer is in an enabled Join."""
-        return self._joinable.is_in_a_context
-
-    @property
-    def is_deferred(self) -> bool:
-        """Whether a parameter waits for its shape, which the others know."""
-        return any(map(mxnet_compat.is_deferred, self._joinable.trainer._params))
+        self.joinable.submit_zeros(self._weight)
 
     def _await_shapes(self) -> None:
-        """Wait for the others to broadcast what this worker does not know the shape of."""
-        world, pauses = self._joinable.world, Pauses()
+        """Wait until the others broadcast the parameters whose shapes this worker does not know."""
+        world, pauses = self.joinable.world, Pauses()
         deadline, stopped = Deadline(config().timeout_s), set[int]()
-        while self.is_deferred:
-            missed = world.engine().missed(native.MAX_NAMES, described=True) or []
+        while self.joinable.is_deferred:
+            missed = missed_in(world)
             self.initialize(missed)
             pauses.after(found=False)
             world.check()
@@ -284,52 +318,32 @@ class TrainerHook(JoinHook):
             before = stopped
             stopped = {rank for rank in range(world.topology.size) if is_stopped(world.engine(), rank)}
             if missed or not config().waits_for_busy or stopped & before:
-                raise TimeoutError(self._no_shapes())
+                unknown = next(key for key, each in self._keys() if mxnet_compat.is_deferred(each))
+                label, speaker = mxnet_compat.labels_of(self.joinable.trainer)[unknown], world.topology.speaker
+                fact = f"this worker has no input, and no other has broadcast its shape for {config().timeout_s:g} s."
+                fix = "see why the workers with input take no step; or initialise the network with a batch on every "
+                fix += "worker."
+                raise TimeoutError(message(fact, **speaker, operation="Join", name=label, key=unknown, fix=fix))
             deadline = Deadline(config().timeout_s)  # the others compute
-
-    def _no_shapes(self) -> str:
-        trainer, speaker = self._joinable.trainer, self._joinable.world.topology.speaker
-        labels = mxnet_compat.labels_of(trainer)
-        unknown = next(key for key, each in self._keys() if mxnet_compat.is_deferred(each))
-        fact = f"this worker has no input, and no other has broadcast its shape for {config().timeout_s:g} s."
-        fix = "see why the workers with input take no step; or initialise the network with a batch on every worker."
-        return message(fact, **speaker, operation="Join", name=labels[unknown], key=unknown, fix=fix)
 
     def initialize(self, missed: Sequence[Missed]) -> None:
         """Initialise the parameters that wait for a shape and that others broadcast."""
         shapes = {one.name: one.announced.shape for one in missed if one.announced is not None}
         for key, parameter in self._keys():
-            if not mxnet_compat.is_deferred(parameter):
-                continue
-            names = (self._wire_name(key), *mxnet_compat.awaited_names(parameter))
-            for name in names:
-                if name in shapes:
+            if mxnet_compat.is_deferred(parameter):
+                names = (self._wire_name(key), *mxnet_compat.awaited_names(parameter))
+                name = next((name for name in names if name in shapes), None)
+                if name is not None:
                     mxnet_compat.initialize(parameter, shapes[name])
-                    break
 
     def has_begun(self, missed: Sequence[Missed]) -> bool:
         """Whether others have begun a step, and this worker can follow."""
         own = {self._wire_name(key) for key, _ in self._keys()}
-        return not self.is_deferred and any(one.name in own for one in missed)
+        return not self.joinable.is_deferred and any(one.name in own for one in missed)
 
     def _keys(self) -> list[tuple[int, Any]]:
-        trainer = self._joinable.trainer
+        trainer = self.joinable.trainer
         return [(mxnet_compat.key_of(trainer, each), each) for each in trainer._params]
 
     def _wire_name(self, key: int) -> str:
-        return wire_name(self._joinable.store._namespace, key)
-
-
-def _store_of(trainer: Any) -> kvstore_hvd.Horovod:
-    """The store of a Trainer, made now if it is not yet: its name must be known before the first step."""
-    import mxnet
-
-    store = trainer._kvstore if trainer._kv_initialized else trainer._kvstore_params["kvstore"]
-    if isinstance(store, str):
-        with contextlib.suppress(ValueError, mxnet.base.MXNetError):
-            store = trainer._kvstore_params["kvstore"] = mxnet.kvstore.create(store)
-    if not isinstance(store, kvstore_hvd.Horovod):
-        fact, fix = "it does not exchange gradients.", "create it with kvstore='horovod', or as a DistributedTrainer."
-        speaker = process.current().topology.speaker
-        raise InvalidRequestError(message(fact, **speaker, operation="Join", name="Trainer", fix=fix))
-    return store
+        return wire_name(self.joinable.store._namespace, key)
