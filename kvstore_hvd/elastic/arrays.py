@@ -54,7 +54,6 @@ class Image:
         #: All values, as a NumPy array of uint8.
         self.memory = np.empty(0, np.uint8)
         self._allocated = self.memory
-        self._offsets: list[int] = []
         self._places: list[tuple[Any, Any]] = []  # address and count of elements, as MXNet's C API takes them
 
     def fit(self, specs: Sequence[Spec]) -> None:
@@ -62,16 +61,16 @@ class Image:
         specs = tuple(specs)
         if specs == self.specs:
             return
-        offsets, size = [], 0
+        offsets = [0]
         for spec in specs:
-            offsets.append(size)
-            size += -(-spec.bytes // _ALIGNMENT) * _ALIGNMENT
+            offsets.append(offsets[-1] + -(-spec.bytes // _ALIGNMENT) * _ALIGNMENT)
+        size = offsets.pop()
         if not size <= self._allocated.size <= 2 * size + _PAGE:
             raw = np.empty(size + _PAGE, np.uint8)
             start = -raw.ctypes.data % _PAGE
             self._allocated = raw[start : start + size]
             self._allocated[:] = 0  # the first read of values does not wait for page faults
-        self.specs, self._offsets, self.memory = specs, offsets, self._allocated[:size]
+        self.specs, self.memory = specs, self._allocated[:size]
         start = self._allocated.ctypes.data
         self._places = [
             (ctypes.c_void_p(start + offset), ctypes.c_size_t(math.prod(spec.shape)))
@@ -84,9 +83,8 @@ class Image:
 
     def write(self, arrays: Iterable[tuple[Any, int]]) -> None:
         """Overwrite arrays, each with the values of the given number."""
-        start = self._allocated.ctypes.data
         for array, number in arrays:
-            mxnet_compat.write_from(array, start + self._offsets[number], self.specs[number].bytes)
+            mxnet_compat.write_from(array, self._places[number][0].value, self.specs[number].bytes)
 
 
 class ArraysHandler(StagedHandler):
@@ -114,7 +112,7 @@ class ArraysHandler(StagedHandler):
         return {}
 
     def restore_own(self, saved: dict[str, Any]) -> None:
-        """Restore the arrays that `own` returned."""
+        pass
 
     def spec_of(self, name: object, array: Any) -> Spec:
         """The spec of an array of MXNet; `name` is for errors."""

@@ -19,31 +19,28 @@ Registry = list[tuple[type, Maker]]
 
 
 class _SamplerHandler(StagedHandler):
-    """Handler of an `ElasticSampler`."""
-
     # Workers take their steps together, so rank 0 knows the samples that all have processed. Its sampler goes with its
     # parameters: other workers may have committed one step more or less.
 
     def __init__(self, value: Any) -> None:
-        self._saved: dict[str, Any] = {}
-        self._spare: dict[str, Any] = {}
+        self._saved: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # settings, state
+        self._spare = self._saved
         super().__init__(value)
 
     def stage(self) -> None:
-        self._spare = self.value.state_dict()
+        self._spare = self._settings(), self.value.state_dict()
 
     def receive(self) -> None:
-        world = process.current().member
         self.stage()
-        if world.is_alone:
-            return
-        content = broadcast_object((self._settings(), self._spare))
-        with world.submitting():
-            raise_on_all(world, self.misfit(content))
-        self.take(content)
+        world = process.current().member
+        if not world.is_alone:
+            content = broadcast_object(self._spare)
+            with world.submitting():
+                raise_on_all(world, self.misfit(content))
+            self._spare = content
 
     def content(self) -> Any:
-        return self._settings(), self._saved
+        return self._saved
 
     def misfit(self, content: Any) -> str:
         here, there = self._settings(), content[0]
@@ -51,19 +48,19 @@ class _SamplerHandler(StagedHandler):
         return f"the sampler has {', '.join(faults)}." if faults else ""
 
     def take(self, content: Any) -> None:
-        self._spare = content[1]
-
-    def _settings(self) -> dict[str, Any]:
-        return {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
+        self._spare = content
 
     def adopt(self) -> None:
         self._saved = self._spare
 
     def restore(self) -> None:
-        self.value.load_state_dict(self._saved)
+        self.value.load_state_dict(self._saved[1])
 
     def reset(self) -> None:
         self.value.reset()
+
+    def _settings(self) -> dict[str, Any]:
+        return {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
 
 
 class _Kind(type):
@@ -84,13 +81,9 @@ _registry: Registry = [
 
 
 def get_handler_registry() -> Registry:
-    """The registered handlers.
+    """The registered handlers, as a list of (type, callable): entries added to it apply to states made later.
 
-    Returns
-    -------
-    list of (type, callable)
-        The first entry whose type a value is an instance of makes its `StateHandler`. This is the list itself: entries
-        added to it apply to states made later.
+    The first entry whose type a value is an instance of makes the value's `StateHandler`.
     """
     return _registry
 

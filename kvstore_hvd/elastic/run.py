@@ -58,7 +58,7 @@ class _Synchronised(Protocol):
 
 
 class NotificationManager:
-    """Forwards the launcher's updates to its listeners. All methods may be called from any thread."""
+    """Forwards the launcher's updates to its listeners. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -82,15 +82,7 @@ class NotificationManager:
             self._listeners = [each for each in self._listeners if each is not listener]
 
     def handle_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Call the listeners.
-
-        Parameters
-        ----------
-        timestamp : int
-            Grows from one update to the next.
-        update_res : int
-            A `HostUpdateResult`: all that has changed since the present world was formed.
-        """
+        """Call the listeners with the number of an update, which grows, and its `HostUpdateResult`."""
         for listener in self._listeners:
             listener.on_hosts_updated(timestamp, update_res)
 
@@ -105,10 +97,7 @@ class NotificationManager:
             log.logger.error(message(fact, operation="elastic.run", details=details, fix=fix))
 
     def repeat(self) -> None:
-        """Repeat an update that came after the present world was formed.
-
-        States forget updates when they are reset, and there might be no other update for a long time.
-        """
+        """Repeat an update that came after the present world was formed: states forget updates when they are reset."""
         line = process.current().line
         update = None if line is None else line.update
         if update is not None:
@@ -134,10 +123,10 @@ def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Conca
     callable
         Takes the same arguments. It synchronises the state of all workers (``state.sync()``) and calls `func`. When the
         world is lost it goes back to the last commit (``state.restore()``); when workers come or go, training continues
-        from where it is. Then the workers meet again, ``state.on_reset()`` is called, and it starts over. It returns
-        what `func` returns. Exceptions other than `HorovodInternalError` and `HostsUpdatedInterrupt` propagate.
-        A worker that joins later starts the program from its beginning, so no collective operation may come between
-        ``hvd.init()`` and the call, not even ``hvd.broadcast_parameters``: ``state.sync()`` does that.
+        from the present state. Then the workers meet again, ``state.on_reset()`` is called, and it starts over. It
+        returns the result of `func`. Exceptions other than `HorovodInternalError` and `HostsUpdatedInterrupt`
+        propagate. A worker that joins later starts the program from its beginning, so no collective operation may come
+        between ``hvd.init()`` and the call, not even ``hvd.broadcast_parameters``: ``state.sync()`` does that.
 
     Raises
     ------

@@ -46,9 +46,9 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
-        """Register functions to be called, in order and without arguments, after the workers have met in a new world.
+        """Register functions to be called, in order, after the workers have met in a new world, and before `sync`.
 
-        They run before `sync`; use them for what depends on the number of workers, such as the learning rate.
+        Use them for settings that depend on the number of workers, such as the learning rate.
         """
         self._reset_callbacks.extend(callbacks)
 
@@ -60,15 +60,7 @@ class State:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Note that workers will come or go; `check_host_updates` acts on it. May be called from any thread.
-
-        Parameters
-        ----------
-        timestamp : int
-            Grows from one update to the next.
-        update_res : int
-            A `HostUpdateResult`.
-        """
+        """Note an update, with a number that grows and a `HostUpdateResult`, for `check_host_updates`. Thread-safe."""
         self._updates.put((int(timestamp), int(update_res)))
 
     def commit(self) -> None:
@@ -86,9 +78,7 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Leave the training function if any worker knows that workers will come or go. Every worker calls it.
-
-        Costs less than `commit`, and belongs in the same places: between two steps.
+        """Leave the training function if any worker knows of an update. Every worker calls it, between two steps.
 
         Raises
         ------
@@ -163,10 +153,7 @@ class ObjectState(State):
     """
 
     def __init__(
-        self,
-        bcast_object: Callable[[Any], Any] = broadcast_object,
-        get_rank: Callable[[], int] = rank,
-        **kwargs: Any,
+        self, bcast_object: Callable[[Any], Any] = broadcast_object, get_rank: Callable[[], int] = rank, **kwargs: Any
     ) -> None:
         super().__init__(bcast_object, get_rank)
         self._saved_state = named_copies(kwargs, "state")

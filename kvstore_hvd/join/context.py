@@ -16,7 +16,6 @@ import threading
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, NoReturn, Optional
 
 import numpy as np
@@ -31,7 +30,7 @@ from kvstore_hvd.errors import (
     MismatchError,
     message,
 )
-from kvstore_hvd.join.following import LEFT, Pauses, Withdrawal, is_withdrawn, request_sum, submit, wait_for
+from kvstore_hvd.join.following import LEFT, Pauses, Withdrawal, is_withdrawn, submit_sum, wait_for
 from kvstore_hvd.join.joinables import Joinable, TrainerHook, _JoinConfig, check_stores, joinable_for
 from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 from kvstore_hvd.world import process
@@ -100,11 +99,7 @@ class Join:
     """
 
     def __init__(
-        self,
-        joinables: Sequence[Any],
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-        **kwargs: Any,
+        self, joinables: Sequence[Any], enable: bool = True, throw_on_early_termination: bool = False, **kwargs: Any
     ) -> None:
         if len(joinables) == 0:
             fact, fix = "The join context manager requires at least one joinable", "pass the Trainer: Join([trainer])."
@@ -134,6 +129,7 @@ class Join:
         self._followed = 0  # iterations
         self._beginner: Optional[Joinable] = None  # of Trainers alone, the first one that this worker has stepped
         self._number = 0  # from 1: of this Join in its world, equal on all workers
+        self._early = ""  # name of the sum by which workers tell whether they have ended
         self._thread = 0
         self._before: list[_JoinConfig] = []
         self._held: list[Member] = []  # worlds with unread errors that may be of withdrawn operations
@@ -147,9 +143,10 @@ class Join:
                 fact, fix = "another thread is in a Join.", "use one thread for all of them."
                 raise InvalidRequestError(message(fact, operation="Join", fix=fix))
             self._number = self._world.next_number("Join")
+            self._early = f"join/{self._number}/early"
         self._before = [joinable._join_config for joinable in self._joinables]
-        for place, joinable in enumerate(self._joinables):
-            joinable._join_config = _JoinConfig(self._enable, self._throws, place == 0, self)
+        for joinable in self._joinables:
+            joinable._join_config = _JoinConfig(self._enable, self)
         self._followed = 0
         self._beginner = None
         self._thread = threading.get_ident()
@@ -159,12 +156,7 @@ class Join:
         _entered.append(self)
         return self
 
-    def __exit__(
-        self,
-        kind: Optional[type[BaseException]],
-        error: Optional[BaseException],
-        traceback: Optional[TracebackType],
-    ) -> None:
+    def __exit__(self, kind: Any, error: Optional[BaseException], traceback: Any) -> None:
         try:
             if self._was_declined(error):
                 self._begin_or_throw()  # as the next joinable would
@@ -211,7 +203,12 @@ class Join:
         )
         config = joinable._join_config
         context: Join = config.context
-        if not config.enable or context._follows_steps or not context._begins_iteration(joinable):
+        if not config.enable or context._follows_steps:
+            return None
+        if context._has_only_trainers:
+            # Their order is that of their steps, which is the same on all workers with input.
+            context._beginner = context._beginner or joinable
+        if joinable is not (context._beginner or context._joinables[0]):
             return None
         if context._throws:
             return context._begin_or_throw()
@@ -220,14 +217,6 @@ class Join:
         # Nobody reads its error: the operations of the training have the same one.
         with context._world.submitting():
             return context._submit(LEFT, 1)[0]
-
-    def _begins_iteration(self, joinable: Joinable) -> bool:
-        if not self._has_only_trainers:
-            return joinable._join_config.is_first_joinable
-        # Trainers are in the order of their steps, which is the same on all workers with input.
-        if self._beginner is None:
-            self._beginner = joinable
-        return joinable is self._beginner
 
     # -- The protocol -----------------------------------------------------------------------------------------------
 
@@ -258,7 +247,7 @@ class Join:
         """End the body of a context that throws; raises if another worker has begun an iteration."""
         if self._world.is_alone:
             return
-        withdrawal = self._withdrawal()
+        withdrawal = Withdrawal(self._world, self._number, self._early)
         if withdrawal.drain():  # others have declined operations of this worker
             self._begin_or_throw()
         work, present = self._submit(LEFT, 0)
@@ -269,10 +258,10 @@ class Join:
 
     def _throw(self, text: str, withdrawal: Optional[Withdrawal] = None) -> NoReturn:
         """Raise on all workers, once the operations that only some of them have submitted are over."""
-        withdrawal = withdrawal or self._withdrawal()
+        withdrawal = withdrawal or Withdrawal(self._world, self._number, self._early)
         withdrawal.drain()
         # Patient: a host learns of operations that another one submits after this one only once all have come to it.
-        work, _ = self._submit(f"{native.PATIENT}{self._wire_name('withdrawn')}", 0)
+        work, _ = self._submit(f"{native.PATIENT}join/{self._number}/withdrawn", 0)
         withdrawal.decline_until(work)
         withdrawal.drain()
         withdrawal.agree()
@@ -280,12 +269,8 @@ class Join:
 
     def _was_declined(self, error: Optional[BaseException]) -> bool:
         """Whether an operation failed because a worker of this context, which throws, has no more input."""
-        if not self._enable or not self._throws or isinstance(error, _Exhausted):
-            return False
-        return is_withdrawn(error, self._world, self._number)
-
-    def _withdrawal(self) -> Withdrawal:
-        return Withdrawal(self._world, self._number, self._wire_name("early"))
+        throws = self._enable and self._throws and not isinstance(error, _Exhausted)
+        return throws and is_withdrawn(error, self._world, self._number)
 
     def _follow_steps(self) -> None:
         """Take the others' steps until no worker has input any more."""
@@ -349,15 +334,13 @@ class Join:
 
     def _tell_of(self, error: BaseException) -> None:
         """Abort the world, since other workers would wait for this one, unless they have the same error."""
-        current = self._world
-        if not self._enable or current.is_alone or self._is_shared(error):
+        if not self._enable or self._world.is_alone or self._is_shared(error):
             return
         if any(each._was_declined(error) for each in _entered):  # by a worker of a context around this one
             return
-        rank = current.topology.rank_in_all
         with contextlib.suppress(Exception):  # the error of the body is the one to raise
             reason = in_one_line(error, "RuntimeError" if isinstance(error, _Exhausted) else "").rstrip(": .")
-            current.abort(f"rank {rank} left a Join context with {reason}")
+            self._world.abort(f"rank {self._world.topology.rank_in_all} left a Join context with {reason}")
 
     def _is_shared(self, error: BaseException) -> bool:
         """Whether all workers of the context have the error, not only workers of a process set or this one."""
@@ -366,28 +349,21 @@ class Join:
         if not isinstance(error, (DivergedError, MismatchError, InputFailedError, HorovodInternalError)):
             return False
         who = str(error).partition("]")[0]  # see `Topology.speaker`
-        inner = [
-            each.topology.inside for each in process.current().worlds_within(self._world) if each is not self._world
-        ]
-        return not any(re.search(rf"process set {each.number}\b", who) for each in inner if each is not None)
+        worlds = [each for each in process.current().worlds_within(self._world) if each is not self._world]
+        sets = [each.topology.inside.number for each in worlds if each.topology.inside is not None]
+        return not any(re.search(rf"process set {number}\b", who) for number in sets)
 
     def _submit(self, name: str, value: int) -> tuple[native.Work, Any]:
         """Submit a sum over the workers of this context; returns its handle and its memory."""
         table = np.array([value], np.int64)
-        return submit(self._world, self._request(name, table), table), table
+        # The group tells contexts apart that use one name.
+        return submit_sum(self._world, name, f"'{name}'", table, self._number), table
 
     def _wait_for_early(self, early: int) -> bool:
         """Whether a worker has ended early; waits for all."""
-        table = np.array([early], np.int64)
-        self._world.engine().run(self._request(self._wire_name("early"), table))
-        return bool(table[0] > 0)
-
-    def _request(self, name: str, table: Any) -> native.Request:
-        # The group tells contexts apart that use one name.
-        return request_sum(name, f"'{name}'", table, self._number)
-
-    def _wire_name(self, what: str) -> str:
-        return f"join/{self._number}/{what}"
+        work, total = self._submit(self._early, early)
+        self._world.engine().wait(work)
+        return bool(total[0] > 0)
 
 
 def is_uneven() -> bool:

@@ -11,6 +11,7 @@ The steps of Trainers in a `Join` are followed in context.py.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -68,8 +69,8 @@ _lock = threading.Lock()
 _kept: list[_Kept] = []  # the engine writes to the memory until an operation is over
 
 
-def submit(world: Member, request: native.Request, memory: Any) -> native.Work:
-    """Submit an operation, and keep its memory until it is over. To be called inside `Member.submitting`."""
+def _submit(world: Member, request: native.Request, memory: Any) -> native.Work:
+    """Submit an operation, and keep its memory until it is over."""
     one = _Kept(memory)
     with _lock:
         _kept[:] = [each for each in _kept if each.work is None or not each.work.done]
@@ -83,10 +84,11 @@ def submit(world: Member, request: native.Request, memory: Any) -> native.Work:
     return one.work
 
 
-def request_sum(name: str, label: str, table: np.ndarray[Any, np.dtype[np.int64]], group: int = 0) -> native.Request:
-    """A sum of int64 numbers in place."""
+def submit_sum(world: Member, name: str, label: str, table: np.ndarray[Any, Any], group: int = 0) -> native.Work:
+    """Submit a sum of int64 numbers in place. To be called inside `Member.submitting`."""
     place = [table.ctypes.data]
-    return native.Request("allreduce", name, label, place, place, table.shape, "int64", group=group)
+    request = native.Request("allreduce", name, label, place, place, table.shape, "int64", group=group)
+    return _submit(world, request, table)
 
 
 def wait_for(work: native.Work, world: Member) -> None:
@@ -136,7 +138,7 @@ def join(world: Member) -> int:
         arrivals = np.zeros(topology.size, np.int64)
         arrived = arrivals[topology.rank] = time.monotonic_ns()
         with world.submitting():
-            work = submit(world, request_sum(LEFT, "join", arrivals), arrivals)
+            work = submit_sum(world, LEFT, "join", arrivals)
         _answer_until(work, world, [world], {}, _contribute)
         if topology.host_count > 1:  # clocks of hosts differ: all times become times of rank 0's host
             ahead_ns, _ = clock_ahead(world.engine(), topology, "join/clock")
@@ -159,13 +161,13 @@ def _contribute(world: Member, missed: Missed) -> native.Work:
     memory = _neutral(what.op, what.dtype, what.count)
     place, kind = [memory.ctypes.data], (what.shape, what.dtype, what.op, what.prescale, what.postscale)
     request = native.Request("allreduce", name, label, place, place, *kind, as_half=what.as_half, group=what.group)
-    return submit(world, request, memory)
+    return _submit(world, request, memory)
 
 
 def _refuse(world: Member, missed: Missed, label: str, failure: str) -> native.Work:
     """Submit an operation of the others as failed: it fails on all workers."""
     kind = "allreduce" if missed.announced is None else missed.announced.collective
-    return submit(world, native.Request(kind, missed.name, label, (), (), (0,), "float32", failure=failure), None)
+    return _submit(world, native.Request(kind, missed.name, label, (), (), (0,), "float32", failure=failure), None)
 
 
 def _neutral(op: str, dtype: str, count: int) -> Any:
@@ -215,7 +217,8 @@ class Withdrawal:
 
     def __init__(self, world: Member, number: int, early: str) -> None:
         self._world = world
-        self._number = number
+        self._refusal = _refusal(world, number)
+        self._is_withdrawn = functools.partial(is_withdrawn, world=world, number=number)
         # The workers of process sets within it are all in the Join.
         self._worlds = process.current().worlds_within(world)
         # In `early`, workers of this Join tell each other whether they have ended. A Join of a process set may use the
@@ -247,12 +250,9 @@ class Withdrawal:
             with world.submitting():
                 world.agree_on_numbers()
 
-    def _is_withdrawn(self, error: Exception) -> bool:
-        return is_withdrawn(error, self._world, self._number)
-
     def _decline(self, world: Member, missed: Missed) -> native.Work | None:
         # The others have initialised that parameter, and will not broadcast it again.
         what = missed.announced
         if what is not None and mxnet_compat.initialize_awaiting(missed.name, what.shape):
             return None
-        return _refuse(world, missed, f"'{missed.name}' of the others", _refusal(self._world, self._number))
+        return _refuse(world, missed, f"'{missed.name}' of the others", self._refusal)

@@ -50,15 +50,8 @@ class JoinHook:
 class _JoinConfig(NamedTuple):
     """The context of a joinable."""
 
-    enable: bool
-    throw_on_early_termination: bool
-    is_first_joinable: bool
+    enable: bool = False
     context: Any = None
-
-    @staticmethod
-    def construct_disabled_join_config() -> _JoinConfig:
-        """The configuration of a joinable in no context."""
-        return _JoinConfig(enable=False, throw_on_early_termination=False, is_first_joinable=False)
 
 
 class Joinable(ABC):
@@ -69,7 +62,7 @@ class Joinable(ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._join_config = _JoinConfig()
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -94,7 +87,8 @@ def joinable_for(thing: Any) -> Joinable:
     if mxnet_compat.is_trainer(thing):
         joinable: Joinable | None = mxnet_compat.joinable_of(thing)
         if joinable is None:
-            mxnet_compat.note_joinable(thing, joinable := _TrainerJoinable(thing))
+            joinable = _TrainerJoinable(thing)
+            mxnet_compat.note_joinable(thing, joinable)
         return joinable
     if not isinstance(thing, Joinable):
         fact = f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}."
@@ -157,9 +151,18 @@ class _TrainerJoinable(Joinable):
         if not self._join_config.enable or self.world.is_alone:
             original(batch_size, ignore_stale_grad)
             return
-        weight = self._checked(batch_size)
-        if ignore_stale_grad:
-            self._check_fresh()
+        try:
+            weight = float(batch_size)
+        except (TypeError, ValueError):
+            weight = float("nan")
+        if not 0.0 < weight < float("inf"):
+            raise self._refusal(f"batch_size is {batch_size!r}.", "pass the number of samples of this worker's batch.")
+        for parameter in self._trained() if ignore_stale_grad else ():
+            if not all(array._fresh_grad for array in mxnet_compat.arrays_of(parameter) or []):
+                key = mxnet_compat.key_of(self.trainer, parameter)
+                fact = "its gradient is stale: workers without input cannot know that it is to be ignored."
+                fix = "give the Trainer only parameters that every step uses, or leave the Join."
+                raise self._refusal(fact, fix, mxnet_compat.labels_of(self.trainer)[key])
         self._join_config.context.notify_join_context(self)
         self._start()  # sets the gradient compression of the store
         if self._has_halves:
@@ -243,23 +246,6 @@ class _TrainerJoinable(Joinable):
 
     def _trained(self) -> list[Any]:
         return [each for each in self.trainer._params if each.grad_req != "null"]
-
-    def _checked(self, batch_size: Any) -> float:
-        try:
-            weight = float(batch_size)
-        except (TypeError, ValueError):
-            weight = float("nan")
-        if not 0.0 < weight < float("inf"):
-            raise self._refusal(f"batch_size is {batch_size!r}.", "pass the number of samples of this worker's batch.")
-        return weight
-
-    def _check_fresh(self) -> None:
-        for parameter in self._trained():
-            if not all(array._fresh_grad for array in mxnet_compat.arrays_of(parameter) or []):
-                key = mxnet_compat.key_of(self.trainer, parameter)
-                fact = "its gradient is stale: workers without input cannot know that it is to be ignored."
-                fix = "give the Trainer only parameters that every step uses, or leave the Join."
-                raise self._refusal(fact, fix, mxnet_compat.labels_of(self.trainer)[key])
 
     def _refusal(self, fact: str, fix: str, name: str = "") -> InvalidRequestError:
         speaker = self.world.topology.speaker
