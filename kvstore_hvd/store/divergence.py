@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidTypeError, message
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
@@ -19,6 +19,8 @@ __all__ = ["compare", "verify"]
 # Values in place of a hash. An array has one of them as its hash by a chance of 2^-63.
 _NO_DATA, _UNREADABLE = 0, -1
 _SHOWN = {_NO_DATA: "not initialised", _UNREADABLE: "could not be read"}
+
+_LABEL = "of the parameters' hashes"
 
 Array = Any  # numpy.ndarray
 
@@ -48,19 +50,8 @@ def verify(params: Any) -> None:
 
 
 def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str, world: Member | None = None) -> None:
-    """What `verify` does.
-
-    Parameters
-    ----------
-    parameters : sequence of (label, parameter or array)
-        Labels are what messages name them by: ``'dense0_weight' (key 3)``.
-    namespace : str
-        Only calls with the same one are matched across workers, in their order.
-    when : str
-        For the message: ``'after 100 updates'``.
-    world : Member, optional
-        Whose workers to compare with; by default all.
-    """
+    """Do what `verify` does for (label, parameter or array) pairs, such as ``('dense0_weight' (key 3), p)``."""
+    # Calls of one namespace are matched across workers, in their order. `when`, for the message: 'after 100 updates'.
     world = world or process.current().member
     if world.is_alone:
         return
@@ -73,20 +64,21 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str, wo
         except Exception as error:  # noqa: BLE001 - any operator may have failed, and the other workers wait
             hashes[place] = _UNREADABLE
             failure = failure or error
-    # The greatest of x, and the greatest of ~x, which is ~ of the least.
+    # The greatest of x, and the greatest of ~x, which is ~ of the least. Outside of `submitting`: unread errors of
+    # earlier operations are raised by other calls, and every worker has to submit this one.
     extremes = np.concatenate([hashes, ~hashes])
-    _allreduce(world, extremes, namespace, "max")
+    world.allreduce(f"verify/{namespace}", _LABEL, extremes, "max")
     greatest, least = np.split(extremes, 2)
     differing = np.flatnonzero(greatest != ~least)
     if differing.size:
         first = int(differing[0])
         by_rank = np.zeros(world.topology.size, np.int64)
         by_rank[world.topology.rank] = hashes[first]
-        _allreduce(world, by_rank, f"{namespace}/by-rank", "sum")
+        world.allreduce(f"verify/{namespace}/by-rank", _LABEL, by_rank)
         # A worker that ends with the error ends the world. All workers have the table before the first one raises, or
         # another one would report a lost worker instead.
         with contextlib.suppress(HorovodInternalError):
-            _allreduce(world, np.zeros(1, np.int64), f"{namespace}/all-know", "sum")
+            world.allreduce(f"verify/{namespace}/all-know", _LABEL, np.zeros(1, np.int64))
         failure = failure or _diverged(world, parameters[first][0], by_rank, differing.size, len(parameters), when)
     if failure is not None:
         raise failure
@@ -118,14 +110,6 @@ def _hash(parameter: Any) -> int:
     digest = hashlib.blake2b(f"{mxnet_compat.dtype_name(array)} {array.shape}".encode(), digest_size=8)
     digest.update(mxnet_compat.bytes_in(array))
     return int.from_bytes(digest.digest(), "little", signed=True)
-
-
-def _allreduce(world: Member, array: Array, name: str, op: str) -> None:
-    place = [array.ctypes.data]
-    label = "of the parameters' hashes"
-    # Unread errors of earlier operations are raised by other calls: every worker has to submit this one.
-    request = native.Request("allreduce", f"verify/{name}", label, place, place, array.shape, "int64", op)
-    world.engine().run(request)
 
 
 def _labelled(params: Any) -> list[tuple[str, Any]]:

@@ -412,10 +412,8 @@ class Horovod(mx.kvstore.KVStoreBase):
         """Which of these facts hold on any worker; waits for all. A worker in ``hvd.join()`` has none of them."""
         table = np.array(facts, np.int32)
         if table.size and not self._member.is_alone:
-            name, place = f"{self._namespace}/{label}", [table.ctypes.data]
             with self._member.submitting():
-                request = native.Request("allreduce", name, f"'{label}'", place, place, table.shape, "int32")
-                self._member.engine().run(request)
+                self._member.allreduce(f"{self._namespace}/{label}", f"'{label}'", table)
         return [bool(each) for each in table]
 
     @contextlib.contextmanager

@@ -417,9 +417,12 @@ class Member:
         """Wait until every worker has called it with this name. Raises as `check`."""
         with self.submitting():
             if not self.is_alone:
-                token = np.zeros(1, np.int32)
-                place = [token.ctypes.data]
-                self.engine().run(native.Request("allreduce", f"barrier/{name}", "barrier", place, place, [1], "int32"))
+                self.allreduce(f"barrier/{name}", "barrier", np.zeros(1, np.int32))
+
+    def allreduce(self, name: str, label: str, array: np.ndarray[Any, Any], op: str = "sum") -> None:
+        """Reduce an array of NumPy over the workers in place; waits for them."""
+        place = [array.ctypes.data]
+        self.engine().run(native.Request("allreduce", name, label, place, place, array.shape, array.dtype.name, op))
 
     def all_rows(self, operation: str, name: str, label: str, row: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
         """Every worker's row of int64 numbers, as a table with one row for each rank; waits for them."""
@@ -432,8 +435,7 @@ class Member:
         table = np.zeros((topology.size, row.size + 1), np.int64)
         table[topology.rank] = [*row, 1]
         if not self.is_alone:
-            place = [table.ctypes.data]
-            self.engine().run(native.Request("allreduce", name, label, place, place, table.shape, "int64"))
+            self.allreduce(name, label, table)
         joined = np.flatnonzero(table[:, -1] == 0).tolist()
         if joined:
             text = message(
