@@ -1,13 +1,13 @@
 """Hand one memory segment to all workers of a host.
 
-The worker with local rank 0 listens on an abstract Unix socket (a name that is no file, and ends with its process),
-hears all its peers, creates the segment, and sends each of them the file descriptor. Nobody gets it, and nobody
-returns, before all have come: this is also the barrier at the start of a world.
+1. Local rank 0 listens on an abstract Unix socket: a name that is no file, and ends with its process.
+2. It sends each connection a fresh nonce. A worker answers with a hello: its local rank, its process, its version.
+3. Once all workers of the host have come, local rank 0 creates the segment and sends each the file descriptor. No
+   worker returns earlier: this is also the barrier at the start of a world.
 
-A peer is believed when the kernel says that it runs as the same user and when it proves, by HMAC-SHA256 over fresh
-nonces of both sides, that it knows the job's secret; the server proves the same to the peer. The socket keeps message
-boundaries, so whatever a stranger sends is one message that does not verify: its connection is closed, and nobody
-waits for it.
+The kernel tells the user of a peer, which must be the same. HMAC-SHA256 over the nonces of both sides proves to each
+side that the other one knows the job's secret. The socket keeps message boundaries: a foreign process sends one message
+that does not verify, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ _MAGIC = b"KVHVD\x01"
 _MAX_MESSAGE = 16 * 1024
 # Connections that have not proved themselves; past this number the oldest is closed.
 _MAX_STRANGERS = 256
-# The server gives up first, so that its text, which names the missing ranks, reaches those who wait.
+# The server's deadline is earlier, so that its text, which names the missing ranks, reaches the other workers.
 _CLIENT_EXTRA_S = 5.0
-# How often to look whether the others are still to be waited for.
+# Between two looks whether the world is lost.
 _LOOK_S = 0.02
-_SCARCE, _SCARCE_S = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM), 0.1
+# Errors of a process without free descriptors or memory, and the pause after one.
+_SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_SCARCE_S = 0.1
+# Between attempts to connect; the last one repeats.
 _PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02)
 
 _HELLO = struct.Struct("!II")  # local rank, process id
@@ -87,7 +90,7 @@ def _socket() -> socket.socket:
 
 
 def check_wanted(world: World) -> None:
-    """Raise LaunchError when the world is lost: nobody need meet for it any more."""
+    """Raise LaunchError when the world is lost."""
     why = world.lost()
     if why:
         fix = "kvstore_hvd.elastic.run meets the next world by itself; outside of it, start the job again."
@@ -95,7 +98,7 @@ def check_wanted(world: World) -> None:
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """A connection that has come, if there is one. Without free descriptors: None after a pause, said once."""
+    """The next connection, or None. Without free descriptors: None after a pause, logged once."""
     try:
         return listener.accept()[0]
     except OSError as error:
@@ -122,7 +125,7 @@ class _Connection:
     pid: int = 0
     version: str = ""
     namespaces: tuple[str, ...] = ()
-    told: str = ""
+    payload: str = ""
 
 
 class _Server:
@@ -143,7 +146,7 @@ class _Server:
                 self._gather(listener, deadline)
                 self._compare_versions()
                 self._compare_namespaces()
-                fd = create([self._tell, *(connection.told for connection in self._peers.values())])
+                fd = create([self._tell, *(connection.payload for connection in self._peers.values())])
             except BaseException as error:
                 self._send_all(_FAILED, str(error) or type(error).__name__)
                 raise
@@ -163,15 +166,12 @@ class _Server:
         except OSError as error:
             listener.close()
             if error.errno == errno.EADDRINUSE:
-                raise _error(
-                    self._topology,
-                    "another process already holds this place in the job.",
-                    fix="create the store in one process per worker only; a process started by a worker must not "
-                    "inherit its KVHVD_ variables.",
-                ) from None
-            raise _error(
-                self._topology, f"cannot open a Unix socket to meet the other workers: {error}.", fix=_FIX_OF_SOCKETS
-            ) from error
+                fact = "another process already holds this place in the job."
+                fix = "create the store in one process per worker only; a process started by a worker must not "
+                fix += "inherit its KVHVD_ variables."
+                raise _error(self._topology, fact, fix=fix) from None
+            fact = f"cannot open a Unix socket to meet the other workers: {error}."
+            raise _error(self._topology, fact, fix=_FIX_OF_SOCKETS) from error
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         return listener
@@ -216,7 +216,7 @@ class _Server:
         except OSError:
             data = b""
         if connection.rank is not None:
-            # A proved peer has nothing more to say: this is its end.
+            # A proved peer sends nothing more: this is its end.
             check_wanted(self._world)
             raise _error(
                 self._topology,
@@ -241,7 +241,7 @@ class _Server:
         self._peers[hello] = connection
 
     def _verify(self, connection: _Connection, data: bytes) -> int | None:
-        """The local rank that a hello proves, or None. Fills in what the hello says."""
+        """The local rank of a hello that verifies, or None. Stores the other fields of the hello."""
         head = len(_MAGIC) + NONCE_BYTES + _HELLO.size
         if len(data) < head + MAC_BYTES or not data.startswith(_MAGIC):
             return None
@@ -251,7 +251,7 @@ class _Server:
         connection.peer_nonce = body[len(_MAGIC) : len(_MAGIC) + NONCE_BYTES]
         rank, connection.pid = _HELLO.unpack_from(body, len(_MAGIC) + NONCE_BYTES)
         connection.version, *others = body[head:].decode("utf-8", "replace").split(_SEPARATOR)
-        connection.told, connection.namespaces = "".join(others[:1]), tuple(others[1:])
+        connection.payload, connection.namespaces = "".join(others[:1]), tuple(others[1:])
         return int(rank)
 
     def _name(self, local_rank: int) -> int:
@@ -268,33 +268,27 @@ class _Server:
         self._drop(connection)
 
     def _compare_versions(self) -> None:
-        told = self._by_rank(self._version, {place: peer.version for place, peer in self._peers.items()})
-        if len(set(told.values())) > 1:
-            fix = "install the same version for every worker."
-            raise _error(self._topology, "the workers run different versions of kvstore_hvd.", self._listed(told), fix)
+        fact, fix = "the workers run different versions of kvstore_hvd.", "install the same version for every worker."
+        self._compare(fact, fix, self._version, {rank: peer.version for rank, peer in self._peers.items()})
 
     def _compare_namespaces(self) -> None:
-        """Refuse workers that could not tell whether the others are alive: each would take them for dead."""
+        """Refuse workers that could not see whether the others live: each would take them for dead."""
         own = watching_namespaces()
         for at, kind in enumerate(("PID", "time")):
-            others = {place: "".join(peer.namespaces[at : at + 1]) for place, peer in self._peers.items()}
-            told = self._by_rank(own[at], others)
-            if len(set(told.values())) > 1:
-                fact = f"the workers are in different {kind} namespaces, and cannot see whether the others are alive."
-                fix = f"start all of them in one container, or in containers with one {kind} namespace"
-                fix += " (docker run --pid=container:NAME)." if kind == "PID" else "."
-                raise _error(self._topology, fact, self._listed(told), fix)
+            fact = f"the workers are in different {kind} namespaces, and cannot see whether the others are alive."
+            fix = f"start all of them in one container, or in containers with one {kind} namespace"
+            fix += " (docker run --pid=container:NAME)." if kind == "PID" else "."
+            others = {rank: "".join(peer.namespaces[at : at + 1]) for rank, peer in self._peers.items()}
+            self._compare(fact, fix, own[at], others)
 
-    def _by_rank(self, own: str, others: dict[int, str]) -> dict[int, str]:
-        """What the workers of this host have told, in the order of their local ranks."""
-        told = {self._topology.rank: own}
-        told.update((self._name(local_rank), text) for local_rank, text in sorted(others.items()))
-        return told
-
-    def _listed(self, told: dict[int, str]) -> tuple[str, ...]:
-        texts = dict.fromkeys(told.values())
-        ranks = {text: [rank for rank, each in told.items() if each == text] for text in texts}
-        return tuple(f"{text or 'unknown'}: {self._topology.rank_list(who)}" for text, who in ranks.items())
+    def _compare(self, fact: str, fix: str, own: str, others: dict[int, str]) -> None:
+        """Raise LaunchError unless the texts of all workers are equal; `others` by local rank."""
+        ranks = {own: [self._topology.rank]}
+        for local_rank, text in sorted(others.items()):
+            ranks.setdefault(text, []).append(self._name(local_rank))
+        if len(ranks) > 1:
+            details = (f"{text or 'unknown'}: {self._topology.rank_list(each)}" for text, each in ranks.items())
+            raise _error(self._topology, fact, tuple(details), fix)
 
     def _missing(self) -> LaunchError:
         absent = [r for i, r in enumerate(self._topology.local_ranks) if i > 0 and i not in self._peers]
@@ -319,7 +313,7 @@ class _Server:
             else:
                 socket.send_fds(connection.socket, [data], [fd])
         except OSError as error:
-            # The engine watches the processes from here on; a peer that just died is its business.
+            # The engine watches the processes from here on, and reports a peer that has died.
             log.logger.info("rendezvous: could not answer process %d: %s", connection.pid, error)
 
 
@@ -327,7 +321,7 @@ class _Server:
 
 
 def _fetch(world: World, hello: str, timeout_s: float) -> int:
-    """Find the server, prove ourselves, and wait for its answer."""
+    """Connect to local rank 0, prove that this worker knows the secret, and wait for the segment."""
     topology = world.topology
     name = socket_name(world)
     longer = Deadline(timeout_s + _CLIENT_EXTRA_S)
@@ -356,13 +350,13 @@ def _fetch(world: World, hello: str, timeout_s: float) -> int:
                 if error.errno in (errno.EPERM, errno.EACCES):
                     fact = f"cannot connect to the other workers: {error}."
                     raise _error(topology, fact, fix=_FIX_OF_SOCKETS) from error
-        # No server yet, or one that is gone again. An abstract name gives no event to wait for.
+        # The server has not started, or has ended. An abstract name gives no event to wait for.
         time.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
         attempt += 1
 
 
 def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """One message and the descriptors that came with it, close-on-exec (`socket.recv_fds` drops its flags)."""
+    """One message and its descriptors, close-on-exec (`socket.recv_fds` drops its flags)."""
     fds = array.array("i")
     data, ancillary, _, _ = connection.recvmsg(
         _MAX_MESSAGE, socket.CMSG_SPACE(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC
@@ -374,7 +368,7 @@ def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 class _NotTheServer(Exception):
-    """Whoever answered does not know the secret."""
+    """The process that answered does not know the secret."""
 
 
 def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline) -> int:
@@ -383,7 +377,7 @@ def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline
     def wait_at_most(seconds: float) -> None:
         connection.settimeout(max(0.001, deadline.wait_s(seconds)))
 
-    # A server speaks first and at once; who does not is none.
+    # The server sends its nonce at once; a process that does not is not the server.
     wait_at_most(LOOK_S)
     challenge = connection.recv(_MAX_MESSAGE)
     if len(challenge) != len(_MAGIC) + NONCE_BYTES or not challenge.startswith(_MAGIC):
@@ -409,11 +403,11 @@ def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline
             raise _NotTheServer
         if body[:1] != _OK or len(fds) != 1:
             *details, last = body[1:].decode("utf-8", "replace").splitlines() or [""]
-            told, _, fix = last.partition("Fix: ")
+            fact, _, fix = last.partition("Fix: ")
             raise _error(
                 topology,
                 "the start failed on the worker that leads this host.",
-                tuple(line for line in (*details, told if fix else last) if line.strip()),
+                tuple(line for line in (*details, fact if fix else last) if line.strip()),
                 fix=fix or "see what that worker says.",
             )
         return fds.pop()

@@ -1,7 +1,7 @@
-"""One worker's part in one world of workers: the way to the others while it is in it, and what went wrong.
+"""One worker's part in one world of workers: its engine while it is in the world, and errors that were never read.
 
-MXNet raises the error of an operation at one read only, and then hands out what the array happens to hold. So an error
-that nobody has read is kept here, and raised by the next call.
+MXNet raises the error of an operation at one read only, and later reads return undefined values. So an unread error is
+kept here, and raised by the next call.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from kvstore_hvd.world.segment import Connection, refusals_explained
 from kvstore_hvd.world.stall import StallInspector
 from kvstore_hvd.world.topology import Host, Inside, Topology, World
 
-# What passes its deadline the engine fails by itself, and a little later: its error says more than that time is over.
+# Seconds after an operation's deadline: the engine fails the operation a little later, with a better text.
 _PATIENCE_S = 5.0
 
 
 class Member:
-    """What stores communicate through. All methods may be called from any thread."""
+    """A worker's part in a world. All methods may be called from any thread."""
 
     def __init__(self) -> None:
-        # Of its own: who leaves the world holds the process's, and waits for operators of MXNet that may ask for this.
+        # A thread that leaves the world holds the process's lock and waits for operators of MXNet, which need this.
         self._adapter_lock = threading.Lock()
         #: The present world or the last one; None before the first one.
         self.world: World | None = None
@@ -87,7 +87,7 @@ class Member:
         log.logger.debug("joined a world: %s", topology)
 
     def wait_for(self, world: World) -> None:
-        """Take `world` for a guess of the one that this worker will be taken into by `join`."""
+        """Show `world` as this worker's, as long as a running job has not taken it in."""
         self.world, self.is_waiting = world, True
         self._closed = ""
 
@@ -132,7 +132,7 @@ class Member:
 
     @staticmethod
     def _waits_patiently(engine: native.Engine) -> bool:
-        """Whether all that is pending may wait for any time; a worker that leaves does not wait for that."""
+        """Whether every pending operation may wait for any time; a worker that leaves does not wait for these."""
         waiting = engine.waiting(0.0)
         return waiting is not None and all(one.name.startswith(native.PATIENT) for one in waiting)
 
@@ -172,13 +172,12 @@ class Member:
             self._closed = "this process is a forked child of a worker."
             self._remedy = "use stores in the worker itself only."
         arenas, self._arenas = self._arenas, []  # a child of this child gets copies of them anyway
-        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+        with contextlib.ExitStack() as stack:  # each of them, also if one raises
             for arena in arenas:
                 stack.callback(arena.after_fork_in_child)
 
     def keep_arenas(self, other: Member) -> None:
-        """Take over those arenas of a world that is left in which arrays lie."""
-        # This world's own stay, whatever lies in them: arrays may come.
+        """Keep the arenas of a world that was left, as long as arrays lie in them."""
         self._arenas += [arena for arena in other._arenas if arena.used]
 
     def defer(self, error: Exception | None) -> None:
@@ -187,31 +186,31 @@ class Member:
             self._deferred = self._deferred or error
 
     def drain(self) -> None:
-        """Wait for MXNet's operations; what one of them failed with is raised by the next call."""
+        """Wait for MXNet's operations; the error of a failed one is raised by the next call."""
         if not mxnet_compat.is_imported():
             return
-        told = engine_errors.raised
+        raised = engine_errors.raised
         try:
             mxnet_compat.waitall()
-        except Exception as error:  # noqa: BLE001 - whatever an operation failed with
+        except Exception as error:  # noqa: BLE001 - operations may fail with anything
             self.defer(error)
-            engine_errors.raised = told
+            engine_errors.raised = raised
 
     def hold_unread(self, change: int) -> None:
-        """Leave errors that nobody has read alone, while this was called with 1 more often than with -1."""
-        # To ask MXNet for such an error makes MXNet forget it: operations on what it should have computed, and that are
-        # still to run, then take what is there. So nobody asks as long as an error may be one to forget, see `Join`.
+        """Postpone unread errors, while this was called with 1 more often than with -1."""
+        # MXNet forgets an error as it is read, and later operations on the failed arrays run with undefined values. So
+        # a Join, which forgets errors of its own, postpones all reads.
         with self._deferred_lock:
             self._holds_unread += change
 
     def raise_unread(self) -> None:
-        """Raise an error that nobody has read, held or not."""
+        """Raise an unread error, postponed or not."""
         unread = self._take_unread()
         if unread is not None:
             raise unread
 
     def forget_unread(self, is_meant: Callable[[Exception], bool]) -> bool:
-        """Forget an error that nobody has read, if `is_meant` says so of it; returns whether it did."""
+        """Forget an unread error if `is_meant` says so; returns whether it did."""
         unread = self._take_unread()
         if unread is None or is_meant(unread):
             return unread is not None
@@ -240,7 +239,7 @@ class Member:
 
     @property
     def is_lost(self) -> bool:
-        """Whether this worker is in a world that every operation fails in."""
+        """Whether this worker's world is lost: every operation fails."""
         return self._connection is not None and self._connection.engine.health() is not None
 
     @property
@@ -292,7 +291,7 @@ class Member:
             self._numbers, self._first_number = {}, int(table.max())
 
     def engine(self) -> native.Engine:
-        """What carries out operations with the other workers."""
+        """The engine of this world. Raises where this worker is in no world of several."""
         return self._connected().engine
 
     def others(self) -> native.Engine | None:
@@ -313,11 +312,11 @@ class Member:
         return connection
 
     def explain_closed(self, fact: str, remedy: str) -> None:
-        """Say why this worker has left its world, and what to do, to whoever asks for the others from now on."""
+        """Set the reason and the fix of the errors of later calls, after this worker has left its world."""
         self._closed, self._remedy = fact, remedy
 
     def closed_error(self) -> ShutdownError:
-        """What says why there are no other workers."""
+        """The error of a call without a world."""
         fact = self._closed or "there is only one worker."
         return ShutdownError(message(fact, **self.topology.speaker, fix=self._remedy))
 
@@ -347,7 +346,7 @@ class Member:
 
     @property
     def current_adapter(self) -> native.MXNetAdapter | None:
-        """The adapter, if it is in use already and no error waits to be raised. For callers in a hurry."""
+        """The adapter, if it is in use already and there is no deferred error. For the fast paths."""
         return self._adapter if self._deferred is None else None
 
     def report(self) -> EngineStatistics:
@@ -372,9 +371,8 @@ class Member:
 
     @contextlib.contextmanager
     def submitting(self) -> Iterator[None]:
-        """Surround the submission of operations: raises what went wrong since the last one."""
-        # MXNet raises an asynchronous error at one read only and then hands out stale values; this is how a lost world
-        # is noticed whatever the program reads.
+        """Surround the submission of operations: raises the errors since the last submission."""
+        # So a program notices a lost world whatever it reads.
         engine_errors.raised = False
         connection = self._connection
         if connection is None and not self.is_alone:
@@ -382,7 +380,7 @@ class Member:
         failure = None if connection is None else connection.engine.health()
         unread = None if self._holds_unread and failure is None else self._take_unread()
         if failure is not None:
-            # An unread error came first, and may be why the others have left.
+            # The unread error came first, and may be the cause of the loss.
             raise unread if unread is not None else failure
         try:
             yield
@@ -405,7 +403,7 @@ class Member:
         if unread is None or deferred is None:
             return unread if unread is not None else deferred
         if str(unread).partition("\n")[0] in str(deferred):
-            return unread  # both tell of the same operation; this one has our own class
+            return unread  # both are of the same operation; this one has our own class
         return type(deferred)(f"{deferred}\n{unread}")
 
     def _take_deferred(self) -> Exception | None:
@@ -426,9 +424,8 @@ class Member:
 
     def all_rows(self, operation: str, name: str, label: str, row: np.ndarray[Any, np.dtype[np.int64]]) -> Any:
         """Every worker's row of int64 numbers, as a table with one row for each rank; waits for them."""
-        # Rows have the same length on all workers. To be called inside `submitting`, with all that follows from it.
-        # `operation` is how messages name the call. Earlier operations of the name go through MXNet's engine, perhaps,
-        # and wait there for their arrays.
+        # Rows have the same length on all workers. To be called inside `submitting`. `operation`: as messages name it.
+        # Earlier operations of the name may wait in MXNet's engine for their arrays.
         topology = self.topology
         if self._adapter is not None:
             self._adapter.await_turn(name)
@@ -450,7 +447,7 @@ class Member:
 
 
 class InnerMember(Member):
-    """A worker's part in a world of some of the workers, a process set. A worker outside of it is alone in its own."""
+    """A worker's part in the world of a process set. A worker that is not in the set is alone in a world of its own."""
 
     # Membership may change when the outer world is met again; the object stays valid.
 
@@ -478,7 +475,6 @@ class InnerMember(Member):
             inside=Inside(self._number, ranks, topology.size, is_outside),
             pids=[topology.pids[rank] for rank in ranks] if topology.pids else (),
         )
-        # The rest is that of the world of all: how it was found, met and lost.
         job = f"{outer.job}.set{self._number}"
         self.join(dataclasses.replace(outer, topology=inner, job=job, index=index, unreached=[]))
 
@@ -507,7 +503,7 @@ class Namespaces:
 
 
 def first_unread(first: Exception | None, other: Exception | None) -> Exception | None:
-    """The error to raise, of two worlds that were left; the other error is logged, or nobody would hear of it."""
+    """The error to raise, of two worlds that were left; the other error is logged."""
     if first is None:
         return other
     if other is not None and other is not first:
@@ -516,7 +512,7 @@ def first_unread(first: Exception | None, other: Exception | None) -> Exception 
 
 
 def raise_unread(unread: Exception | None, was_lost: bool) -> None:
-    """Raise what `Member.leave` returned. A world that was lost before has told so, by the operation that failed."""
+    """Raise the error that `Member.leave` returned; log it where an operation has reported the lost world before."""
     if unread is not None and not was_lost:
         raise unread
     if unread is not None:
@@ -524,5 +520,5 @@ def raise_unread(unread: Exception | None, was_lost: bool) -> None:
 
 
 def log_unread(error: Exception) -> None:
-    """Log an error that nobody will raise any more."""
+    """Log an error that no later call can raise."""
     log.logger.error("an operation failed, and its result was never read:\n%s", error)

@@ -132,7 +132,7 @@ class Process:
                 else:
                     self._join(discover(comm))
             elif self._member.is_waiting and comm is None:
-                self._member.wait_for(world)  # again: only within `elastic.run` the others take it in
+                self._member.wait_for(world)  # again: only `elastic.run` takes it in
             else:
                 self.meet(comm=comm)
             self._record_from_start()
@@ -200,11 +200,11 @@ class Process:
                 meeting = self._meetings.get(chosen.job, 0)
                 self._join(dataclasses.replace(chosen, topology=topology, meeting=meeting))
             elif self.line is not None:
-                self._forget_inner()  # to be made anew: ranks are not what they were
+                self._forget_inner()  # made anew, as ranks change
                 self._join(self.line.next_world(cause, text))
             else:
-                # A failed attempt does not count: it is made again under the same name. Workers that failed a different
-                # number of times would never meet otherwise.
+                # A failed attempt is repeated under the same name: workers that have failed different numbers of times
+                # would never meet otherwise.
                 self._join(world.next_generation())
             return self.topology
 
@@ -249,7 +249,7 @@ class Process:
         self._record(*self._inner)
         if self.line is not None:
             self.line.joined(world)
-        why = world.lost()  # the launcher may have said so before this world was joined
+        why = world.lost()  # perhaps before this world was joined
         if why:
             self.abort(why)
 
@@ -262,7 +262,7 @@ class Process:
                 if not reason and member.is_connected and not member.is_lost:
                     member.drain()  # pending computations of MXNet may submit more, like a layer of SyncBatchNorm
                 inner_unread = self._leave_all_inner(reason)
-            except BaseException as error:  # Ctrl-C, above all: nobody waits for this worker in any of these worlds
+            except BaseException as error:  # Ctrl-C, above all: the other workers do not wait until the deadline
                 interrupted = f"it was interrupted while it left: {type(error).__name__}"
                 self._leave_all_inner(interrupted)
                 member.leave(interrupted)
@@ -333,11 +333,11 @@ class Process:
             inner, failure = former or InnerMember(ranks, number), None
             try:
                 self._join_inner(inner, world)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the others have to know
+            except Exception as error:  # noqa: BLE001 - the other workers wait for this one
                 failure = error
-            told = "" if failure is None else f"{type(failure).__name__}: {failure}"
+            own = "" if failure is None else f"{type(failure).__name__}: {failure}"
             try:
-                faults = exchange(self._member.others(), self.topology, "process set", told)
+                faults = exchange(self._member.others(), self.topology, "process set", own)
                 if any(faults):
                     raise LaunchError(self._join_fault(number, faults)) from failure
             except BaseException:
@@ -393,7 +393,7 @@ class Process:
             topology = self.topology
             self._recorder.start(file_path, mark_cycles, self._member.others(), topology)
             self._record(*self._inner)
-            register_exit_handler()  # with one worker nobody has done so
+            register_exit_handler()  # `_join` does it for several workers
 
     def stop_timeline(self) -> None:
         """See `timeline.stop_timeline`; raises as `Recorder.stop` and `Member.engine`."""
@@ -402,7 +402,7 @@ class Process:
                 self._recorder.stop(self._member.others(), self.topology)
 
     def _record(self, *inner: InnerMember) -> None:
-        """Have the recorder know of worlds inside this one."""
+        """Record the operations of worlds inside this one."""
         for member in inner:
             if not member.is_alone:
                 self._recorder.joined(member.engine(), member.topology)
@@ -427,14 +427,14 @@ class Process:
         """Wait for MXNet's operations: it would do so itself, but an unread error there would abort the process."""
         if self._member.is_connected:
             self._member.drain()
-            for inner in self._inner:  # nobody can tell whose error it was: the next call of any of them raises it
+            for inner in self._inner:  # the error may be of any of them: the next call of each raises it
                 inner.defer(self._member.deferred)
 
     def after_fork_in_child(self) -> None:
         """Let go of the world and of those inside it; the child may not talk to the other workers."""
         self._lock = threading.RLock()
         self._watchdog = None
-        with contextlib.ExitStack() as stack:  # each of them, whatever happens to the others
+        with contextlib.ExitStack() as stack:  # each of them, also if one raises
             for member in self._members:
                 stack.callback(member.after_fork_in_child)
 
@@ -449,7 +449,7 @@ class Process:
         return sum(over for over, _ in counts), mark
 
     def leave_at_exit(self) -> None:
-        """Leave the world as the process ends, within the configured time, and tell the others if it ends early."""
+        """Leave the world as the process ends, within the configured time; early after an exception of the program."""
         if not self._member.is_connected:  # a world of one, or one that could not be met again
             # MXNet's own exit handler ends the threads of operators written in Python before it waits for these.
             self._member.drain()
@@ -457,7 +457,7 @@ class Process:
                 log_unread(self._member.deferred)
             self._recorder.finish()
             return
-        told = engine_errors.raised
+        raised = engine_errors.raised
         reason = early_end(f"rank {self._member.topology.rank}")
         if self._watchdog is not None:
             rank, limit_s = self._member.topology.rank, config().exit_timeout_s
@@ -470,9 +470,9 @@ class Process:
             unread = self._leave(reason)  # without the lock, which a daemon thread may hold
             if unread is not None:
                 log_unread(unread)
-                if not told:  # or this error may follow from the one that the program has got, and ended well with
+                if not raised:  # else it may follow from an error that the program has handled
                     native.end_as_failed()
-        except Exception as error:  # noqa: BLE001 - the process ends; an exit handler has nobody to raise to
+        except Exception as error:  # noqa: BLE001 - an exit handler cannot raise
             if not reason:
                 log.logger.warning("could not leave the world in good order: %s", error)
         finally:

@@ -1,9 +1,9 @@
-"""A worker's line to the launcher of an elastic job: where its worlds come from, one after the other. A static job on
-several hosts has it too, for its only one.
+"""A worker's control connection to the launcher of an elastic job, or of a static job on several hosts.
 
-The daemon that started the worker passes messages on. A thread listens: it keeps the place in the next world for who
-waits for it, and tells at once when the present world is lost or other workers are to come or go. When the line itself
-is lost, nobody watches over this worker any more, and it ends.
+The launcher gives out the worlds of a job, one after the other; a static job has one. The daemon that started the
+worker forwards the messages. A thread receives them: it queues the worker's place in the next world, and reports at
+once that the present world is lost, or that workers come or go. A worker without a control connection is unsupervised,
+and ends.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvstore_hvd.world.topology import Host, Topology, World, virtual_hosts
 
 
 class WorkerLine:
-    """The line of this process. Any thread may call its methods."""
+    """The control connection of this process. Any thread may call its methods."""
 
     def __init__(self, daemon: str, secret: bytes, worker: int) -> None:
         #: Called when a generation is lost, with it and the reason. From another thread, as the next one.
@@ -37,7 +37,7 @@ class WorkerLine:
         self._secret, self._worker, self._test_hosts = secret, worker, config().test_hosts
         self._pid = os.getpid()
         self._channel = Channel(_connected(daemon), TO_WORKER)
-        self._lock = threading.Lock()  # of who sends; one thread may receive meanwhile
+        self._lock = threading.Lock()  # of senders; one thread may receive meanwhile
         self._writable = select.poll()
         self._writable.register(self._channel, select.POLLOUT)
         self._places: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -51,7 +51,7 @@ class WorkerLine:
     # -- Worlds -------------------------------------------------------------------------------------------------------
 
     def enter(self, ranks: Sequence[int] = ()) -> tuple[World, bool]:
-        """The first world, as soon as all workers of a new job are there; in a static one those with these ranks."""
+        """The first world, once all workers of a new job have come; in a static job those with these ranks."""
         here = Host.here()
         about = {"host": [here.name, here.identity], "pid": os.getpid(), "ranks": list(ranks)}
         self._send({"t": "enter", **about, "addresses": own_addresses() if config().hosts else []})
@@ -64,15 +64,15 @@ class WorkerLine:
         return self._world(self._take())
 
     def joined(self, world: World) -> None:
-        """Tell that the meeting has succeeded."""
+        """Report that the workers of a world have met."""
         self._send({"t": "joined", "generation": world.topology.generation})
 
     def synced(self) -> None:
-        """Tell that this worker has the state of the training, and could hand it on."""
+        """Report that this worker has the state of the training, and could broadcast it."""
         self._send({"t": "synced", "generation": self._generation})
 
     def finished(self) -> None:
-        """Tell that training is over here: nobody need take this worker's place, or wait for it."""
+        """Report the end of training on this worker: it needs no replacement."""
         self._send({"t": "finished"})
 
     def void(self, generation: int) -> str:
@@ -99,7 +99,7 @@ class WorkerLine:
             text = self.void(answer["generation"])
             if not text:
                 return answer
-            # Lost before this worker could meet anybody: the launcher waits to hear that it has given it up.
+            # The world was lost before this worker joined it: the launcher waits for it to ask for the next one.
             self._ready(answer["generation"], "meeting", text)
 
     def _ready(self, generation: int, cause: str, text: str, unreached: Sequence[int] = ()) -> None:
@@ -143,7 +143,7 @@ class WorkerLine:
                 readable.poll()
                 for each in self._channel.receive():
                     self._on_message(each)
-        except Exception as error:  # noqa: BLE001 - a worker that hears nothing any more must not go on
+        except Exception as error:  # noqa: BLE001 - an unsupervised worker must not go on
             if self._pid == os.getpid():
                 self._end(error)
 
@@ -163,7 +163,7 @@ class WorkerLine:
             self._places.put(text)
 
     def _end(self, error: Exception) -> None:
-        """Nobody watches over this worker any more: it must not train on beside a job that goes on without it."""
+        """End the process: it must not train on beside a job that goes on without it."""
         end_by_force(f"the line to the daemon of this job is lost: {error} This process ends.")
 
     def _after_fork_in_child(self) -> None:
@@ -171,7 +171,7 @@ class WorkerLine:
 
 
 def _connected(daemon: str) -> socket.socket:
-    """A socket to the daemon of this job, which knows by the process that we are which worker this is."""
+    """A socket to the daemon of this job, which knows its workers by their processes."""
     fix = "start with kvhvdrun; a process that a worker started cannot take its place."
     line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -191,7 +191,7 @@ _lock = threading.Lock()
 
 
 def current_line() -> WorkerLine | None:
-    """The line of this process; None unless it is a worker of an elastic job."""
+    """The control connection of this process; None unless it is a worker of an elastic job."""
     known = config()
     return None if not known.daemon or known.worker is None else _line(known.worker)
 
