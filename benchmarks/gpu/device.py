@@ -28,19 +28,18 @@ from common import ROOT, describe, size_text, summary, table, write
 
 from kvstore_hvd import native
 from kvstore_hvd.errors import KVHvdError
-from kvstore_hvd.gpu import kernels, shapes
-from kvstore_hvd.gpu.devices import Device, activate
+from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.executor import buffer_bytes, rounds
-from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment
-from kvstore_hvd.gpu.memory import DeviceMemory
+from kvstore_hvd.gpu.kernels import Segment
+from kvstore_hvd.gpu.launcher import Launcher
 from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.nccl import library
 from kvstore_hvd.gpu.nccl_executor import NcclExecutor
-from kvstore_hvd.gpu.nccl_library import library
 from kvstore_hvd.gpu.ring_executor import RingExecutor
-from kvstore_hvd.gpu.runtime import cupy, version_text
-from kvstore_hvd.gpu.streams import Stream
+from kvstore_hvd.gpu.runtime import Device, activate, cupy, version_text
+from kvstore_hvd.gpu.streams import DeviceMemory, Stream
 from support.gpu_ranks import Exchange, device_operation, on_ranks
-from support.virtual_ranks import VirtualRanks
+from support.virtual_ranks import Reduction, VirtualRanks
 
 RESULTS = ROOT / "benchmarks" / "results"
 FLOAT = Reduction("float32", "average", 1.0, 0.5)
@@ -127,7 +126,7 @@ class Bench:
         tables = ranks.prepare(inputs, outputs)
         clock, best = Clock(ranks.stream), None
         limits = ranks.modules.limits(name, "float32")
-        most = shapes.ring_channels(nbytes, ranks.slot_vectors, limits) if way == "ring" else limits.resident
+        most = kernels.ring_channels(nbytes, ranks.slot_vectors, limits) if way == "ring" else limits.resident
         choices = [0] if latency else sorted({max(1, most // part) for part in (1, 2, 4)})
         for blocks in choices:
 
@@ -205,7 +204,7 @@ class Bench:
             for repetition in range(self.repetitions + 3):
                 together.wait(_LIMIT_S)
                 start = time.perf_counter()
-                completion = executor.allreduce([request])
+                completion = executor.start("allreduce", [request])
                 while not completion.done():
                     time.sleep(_LOOK_S)
                 if repetition >= 3:

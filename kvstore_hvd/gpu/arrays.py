@@ -1,7 +1,7 @@
-"""Arrays on a GPU, of whatever library: what the engine needs to know of them.
+"""Arrays of any library on a GPU.
 
-They come by ``__cuda_array_interface__`` (CuPy, Numba, PyTorch, RAPIDS) or by DLPack (``__dlpack__``: JAX, and
-bfloat16, for which the first has no name).
+An array describes itself by ``__cuda_array_interface__`` (CuPy, Numba, PyTorch, RAPIDS) or by DLPack (``__dlpack__``:
+JAX, and bfloat16, which the interface cannot name).
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from typing import Any
 
 from kvstore_hvd.base.dlpack import DLTensor
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, UnsupportedDtypeError, message
-from kvstore_hvd.gpu.devices import active
-from kvstore_hvd.gpu.runtime import checked, cupy
+from kvstore_hvd.gpu.runtime import active, checked, cupy
 from kvstore_hvd.native import ITEM_BYTES
 
-#: The default stream, by its number in ``__cuda_array_interface__`` 3.
+#: Number of the default stream in version 3 of ``__cuda_array_interface__``.
 LEGACY_STREAM = 1
 
 _TYPES = {
@@ -31,8 +30,9 @@ _TYPES = {
     "<i4": "int32",
     "<i8": "int64",
 }
-# dlpack.h: devices 2 (CUDA) and 13 (its managed memory); codes 0 (int), 1 (uint), 2 (float), 4 (bfloat).
+# Device types of dlpack.h: CUDA, CUDA's managed memory.
 _DLPACK_DEVICES = (2, 13)
+# By the type codes of dlpack.h, 0 (int), 1 (uint), 2 (float) or 4 (bfloat), and bits.
 _DLPACK_TYPES = {
     (2, 16): "float16",
     (4, 16): "bfloat16",
@@ -43,25 +43,21 @@ _DLPACK_TYPES = {
     (0, 32): "int32",
     (0, 64): "int64",
 }
-
-
-_TOO_LARGE = 1 << 63  # lengths travel with a sign
+# Lengths are sent as signed 64-bit numbers.
+_TOO_LARGE = 1 << 63
 
 
 @dataclass(frozen=True)
 class DeviceArray:
     """A contiguous array on a GPU."""
 
-    # `stream` is the number (as of ``__cuda_array_interface__``) of the stream in which its content is written; None
-    # when whoever made it says that it is ready. `owner` keeps the memory alive.
-
     address: int
     shape: tuple[int, ...]
     dtype: str
     device: int
-    stream: int | None
+    stream: int | None  # number of the stream that writes the content; None: the content is ready
     is_read_only: bool
-    owner: Any
+    owner: Any  # keeps the memory alive
 
     @property
     def count(self) -> int:
@@ -87,25 +83,23 @@ def device_array(array: Any, **speaker: Any) -> DeviceArray:
     """Describe an array that `is_on_gpu`."""
     interface = _interface_of(array)
     try:
-        # Before version 3 (PyTorch) nobody says in which stream the content is written. bfloat16 has no name there, and
-        # comes as two raw bytes or not at all.
+        # Before version 3 (PyTorch) the interface does not name the stream that writes the content. bfloat16 has no
+        # name there: its elements are two raw bytes, or the interface is missing.
         is_vague = interface is not None and (interface.get("version", 2) < 3 or interface["typestr"] == "<V2")
         if interface is not None and not (is_vague and hasattr(array, "__dlpack__")):
-            found = _from_interface(array, interface, speaker)
-        else:
-            found = _from_dlpack(array, speaker)
+            return _from_interface(array, interface, speaker)
+        return _from_dlpack(array, speaker)
     except KVHvdError:
         raise
     except Exception as error:
-        # The array is of another library, or of the program: it may raise anything, and leave out anything.
+        # The library of the array, or the program, may raise any error and leave out any field.
         fact = f"what the array says about itself cannot be used: {type(error).__name__}: {error}."
         fix = "see its __cuda_array_interface__, or what its __dlpack__ returns."
         raise InvalidRequestError(message(fact, fix=fix, **speaker)) from error
-    return found
 
 
 def empty_like(array: DeviceArray, **speaker: Any) -> Any:
-    """A new array of CuPy with the shape and dtype, on the same device."""
+    """A new CuPy array with the shape and dtype, on the same device."""
     if array.dtype == "bfloat16":
         text = message("CuPy has no bfloat16 for a new array.", fix="pass an out, of the same library.", **speaker)
         raise UnsupportedDtypeError(text)
@@ -117,14 +111,14 @@ def synchronize(array: DeviceArray) -> None:
     """Wait until the array's content is written."""
     if array.stream is None:
         return
-    # Those two streams have the same numbers in CUDA's runtime.
+    # The numbers of the two default streams are CUDA's own.
     with active(array.device), checked("wait for the array"):
         cupy().cuda.runtime.streamSynchronize(array.stream)
 
 
 def _interface_of(array: Any) -> dict[str, Any] | None:
-    """Its ``__cuda_array_interface__``; None where it has none, or cannot tell it."""
-    # PyTorch's tensors have the attribute on the CPU, too, and raise; so do those on a GPU that it cannot describe.
+    """The array's ``__cuda_array_interface__``; None if it has none."""
+    # PyTorch's tensors on the CPU have the attribute and raise, as do those on a GPU that it cannot describe.
     with contextlib.suppress(Exception):
         if hasattr(type(array), "__cuda_array_interface__"):
             interface = array.__cuda_array_interface__
@@ -155,33 +149,32 @@ def _from_interface(array: Any, interface: dict[str, Any], speaker: dict[str, An
 
 
 def _device_of(address: int, shape: Sequence[int], dtype: str, speaker: dict[str, Any]) -> int:
-    """Which GPU's memory this is, after a check whether kernels can work there."""
+    """The GPU of an address, after a check that kernels can work there."""
     runtime = cupy().cuda.runtime
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
-    fact = ""
+    fact, fix = "", "pass a copy of the array."
     if not all(0 <= length < _TOO_LARGE for length in (*shape, nbytes)):
         fact = f"there is no array of shape {tuple(shape)}."
     elif nbytes and not address:
         fact = f"an array of shape {tuple(shape)} has no memory (its address is 0)."
     elif nbytes and address % ITEM_BYTES[dtype]:
         fact = f"the array's address {address:#x} is no multiple of the {ITEM_BYTES[dtype]} bytes of an element."
-    if fact:
-        raise InvalidRequestError(message(fact, fix="pass a copy of the array.", **speaker))
-    with checked("ask where an array lies"):
-        if not nbytes:
-            return int(runtime.getDevice())  # it need not have memory
-        device = int(runtime.pointerGetAttributes(address).device)
-    if device < 0:
+    else:
+        with checked("ask where an array lies"):
+            # An array without elements may have no memory.
+            device = int(runtime.pointerGetAttributes(address).device if nbytes else runtime.getDevice())
+        if device >= 0:
+            return device
         fact, fix = "the array says that it is on a GPU, but its memory is not.", "copy it to the GPU."
-        raise InvalidRequestError(message(fact, fix=fix, **speaker))
-    return device
+    raise InvalidRequestError(message(fact, fix=fix, **speaker))
 
 
 def _from_dlpack(array: Any, speaker: dict[str, Any]) -> DeviceArray:
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-    cupy()  # what is missing is said before the other library is asked
-    # The stream in which it is to be ready. The capsule is not consumed: when it goes, so does the producer's hold.
+    cupy()  # reports a missing CuPy or driver before the other library reports its own error
+    # The content must be ready in the default stream. The capsule stays unconsumed, so its end frees the producer's
+    # hold on the memory.
     capsule = array.__dlpack__(stream=LEGACY_STREAM)
     tensor = DLTensor.from_address(get_pointer(capsule, b"dltensor"))
     if tensor.device_type not in _DLPACK_DEVICES:
@@ -191,23 +184,18 @@ def _from_dlpack(array: Any, speaker: dict[str, Any]) -> DeviceArray:
     if dtype is None:
         lanes = f", {tensor.lanes} lanes" if tensor.lanes != 1 else ""
         raise _unsupported(f"{tensor.bits} bits of DLPack's kind {tensor.code}{lanes}", speaker)
-    shape = tuple(tensor.shape[axis] for axis in range(tensor.ndim))
+    shape = tuple(tensor.shape[: tensor.ndim])
     if tensor.strides:
-        _check_contiguous(shape, [tensor.strides[axis] for axis in range(tensor.ndim)], speaker)
+        _check_contiguous(shape, tensor.strides[: tensor.ndim], speaker)
     address = tensor.data + tensor.byte_offset if tensor.data else 0
     device = _device_of(address, shape, dtype, speaker)
     return DeviceArray(address, shape, dtype, device, LEGACY_STREAM, False, (array, capsule))
 
 
 def _unsupported(what: str, speaker: dict[str, Any]) -> UnsupportedDtypeError:
-    return UnsupportedDtypeError(
-        message(
-            f"cannot send dtype {what} from a GPU.",
-            details=(f"Supported: {' '.join(ITEM_BYTES)}",),
-            fix="cast with .astype('float32') or .astype('int32').",
-            **speaker,
-        )
-    )
+    details = (f"Supported: {' '.join(ITEM_BYTES)}",)
+    fix = "cast with .astype('float32') or .astype('int32')."
+    return UnsupportedDtypeError(message(f"cannot send dtype {what} from a GPU.", details=details, fix=fix, **speaker))
 
 
 def _check_contiguous(shape: Sequence[int], strides: Sequence[int], speaker: dict[str, Any]) -> None:

@@ -1,25 +1,37 @@
-"""What carries out operations on arrays of a GPU, and what such an operation is there.
+"""The executor of a worker's operations on arrays of its GPU, and the thread that calls it.
 
-The engine has matched and ordered what all workers have submitted, so that every worker's executor gets the same
-batches in the same order. One thread of a worker, the device's, calls its executor.
+The engine matches and orders the operations of all workers, so that the executor of every worker gets the same batches
+in the same order. One thread of a worker, the device's, takes the batches and calls the executor.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvstore_hvd import errors
+from kvstore_hvd import errors, log, native
 from kvstore_hvd.base.clocks import Deadline
-from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, message
-from kvstore_hvd.gpu.runtime import close_all
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, KVHvdError, TransportError, message
+from kvstore_hvd.gpu.kernels import Segment
+from kvstore_hvd.gpu.runtime import Residents, activate, close_all
 from kvstore_hvd.gpu.streams import Event, Stream
-from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.native.records import DeviceOperation
 
 #: Seconds that a device may take to end after an abort.
 END_S = 10.0
+#: Alignment of pieces in a buffer, in bytes.
+ALIGNMENT = 16
+# Seconds between two looks at the device, which does not report its end.
+_LOOK_S = 50e-6
+# Seconds between two looks at the world without work on the device.
+_IDLE_S = 0.5
+# Seconds that the thread may take to end; the limits of its own steps are shorter together.
+_STOP_S = 60.0
 
 #: Requests of one kind, dtype, op, scales and root; carried out together.
 Batch = Sequence[DeviceOperation]
@@ -30,48 +42,70 @@ class Completion(ABC):
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether all outputs are written; called again and again until it is so, by the thread of the executor."""
+        """Whether all outputs are written; the executor's thread calls it until it is True."""
 
 
 class Executor(ABC):
-    """One worker's end of a world whose arrays lie on GPUs; for arrays of one device, which its methods make current.
+    """One worker's end of a world whose arrays lie on GPUs; for one device, which its methods make current.
 
-    What raises has lost the world: the caller aborts it on every worker.
+    An error of a method has lost the world: the caller aborts the world on every worker.
     """
 
-    @abstractmethod
-    def allreduce(self, batch: Batch) -> Completion:
-        """Enqueue the reduction of every request's input over all workers into its outputs."""
+    def __init__(self, ordinal: int, timeout_s: float, stream: Stream | None = None) -> None:
+        activate(ordinal)
+        self.ordinal, self.timeout_s = ordinal, timeout_s
+        self.stream = Stream() if stream is None else stream
 
     @abstractmethod
-    def broadcast(self, batch: Batch) -> Completion:
-        """Enqueue copies of the root's inputs to all workers' outputs."""
+    def start(self, collective: str, batch: Batch) -> Completion:
+        """Enqueue a batch.
 
-    @abstractmethod
-    def exchange(self, batch: Batch) -> Completion:
-        """Enqueue copies of what this worker takes of all workers' inputs (`parts`, see `native.Request`)."""
-
-    @abstractmethod
-    def reducescatter(self, batch: Batch) -> Completion:
-        """Enqueue reductions of which this worker receives the one part that it asks for."""
+        ``allreduce``: reduce every request's input over all workers into its outputs. ``broadcast``: copy the root's
+        inputs to all workers' outputs. ``exchange``: copy this worker's `parts` (see `native.Request`) of all workers'
+        inputs. ``reducescatter``: reduce, and receive the one part of this worker.
+        """
 
     @abstractmethod
     def abort(self) -> None:
-        """Have what is enqueued end soon, on every worker; from any thread, any number of times. Returns at once."""
+        """Make all enqueued work end soon, on every worker; from any thread, any number of times. Returns at once."""
 
-    @abstractmethod
     def end(self, limit_s: float) -> bool:
-        """Abort, and wait until the device touches no array any more; False when it may after `limit_s` seconds."""
+        """Abort, and wait until the device touches no array any more; False if it still may after `limit_s` seconds."""
+        self.abort()
+        return self.stream.drain(limit_s)
+
+    def close(self) -> None:
+        """Free everything, after all work is done or aborted; the last call."""
+        activate(self.ordinal)
+        # If the work does not end, the memory stays: CUDA would wait for the work without a limit.
+        if self.end(END_S):
+            self.release()
 
     @abstractmethod
-    def close(self) -> None:
-        """Give everything back. What is under way is done, or was aborted; never used again."""
+    def release(self) -> None:
+        """Free everything; the device is idle."""
+
+
+class DeviceExecutor(Executor):
+    """An executor whose work is all on the device: a method for each collective enqueues a batch on the stream."""
+
+    def __init__(self, ordinal: int, timeout_s: float, stream: Stream | None = None) -> None:
+        super().__init__(ordinal, timeout_s, stream)
+        self._residents = Residents(ordinal)
+
+    def start(self, collective: str, batch: Batch) -> Completion:
+        activate(self.ordinal)
+        self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
+        getattr(self, collective)(batch)
+        return EventCompletion(self.stream, self.check, self.abort, self.timeout_s)
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raise why enqueued work has failed, on this rank or another."""
 
 
 class EventCompletion(Completion):
-    """Done when the stream has come so far."""
-
-    # Once something has failed it aborts, and says so only when the device touches the arrays no more.
+    """Done when the stream has passed an event. After a failure it aborts, and raises when the device is idle."""
 
     def __init__(self, stream: Stream, check: Callable[[], None], abort: Callable[[], None], timeout_s: float) -> None:
         self._event = Event().record(stream)
@@ -81,15 +115,17 @@ class EventCompletion(Completion):
         self._is_done = False
 
     def done(self) -> bool:
-        """See `Completion.done`."""
         if self._is_done:
             return True
         has_ended = self._event.done()
         if self._failure is None:
             try:
-                # Also when it has ended: a kernel that was told to end leaves its outputs unwritten, and ends, too.
+                # An ended kernel is checked, too: after an abort it ends without writing its outputs.
                 self._check()
-                self._check_time(has_ended)
+                if not has_ended and self._deadline.left() < 0:
+                    fact = f"operations on the GPUs have not ended within {self._timeout_s:g} s."
+                    fix = "see whether a worker, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit."
+                    raise errors.TimeoutError(message(fact, fix=fix))
             except HorovodInternalError as error:
                 self._failure = error
                 self._deadline = Deadline(END_S)
@@ -104,78 +140,135 @@ class EventCompletion(Completion):
             self._is_done = True
         return self._is_done
 
-    def _check_time(self, has_ended: bool) -> None:
-        if not has_ended and self._deadline.left() < 0:
-            raise errors.TimeoutError(
-                message(
-                    f"operations on the GPUs have not ended within {self._timeout_s:g} s.",
-                    fix="see whether a worker, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit.",
-                )
-            )
+
+# -- The thread of the device ------------------------------------------------------------------------------------------
 
 
-def input_of(request: DeviceOperation) -> int:
-    """The address of a request's only input."""
-    if len(request.inputs) != 1:
-        raise InvalidRequestError(
-            message(f"an operation on a GPU has {len(request.inputs)} inputs.", fix="add those of this worker first.")
-        )
-    return request.inputs[0]
+class DeviceThread:
+    """The thread that calls the executor. It begins with the first operation on a device, and ends with the world."""
+
+    def __init__(
+        self, engine: native.Engine, make_executor: Callable[[int], Executor], speaker: dict[str, Any] | None = None
+    ) -> None:
+        self._engine, self._make_executor = engine, make_executor
+        self._speaker = speaker or {}
+        self._device = 0
+        self._executor: Executor | None = None
+        self._under_way: deque[tuple[int, Completion]] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def start(self, device: int) -> None:
+        """Start the thread at the first call."""
+        with self._lock:
+            if self._stop.is_set():
+                return  # the next request fails
+            if self._thread is not None and device != self._device:
+                fact = f"an array is on GPU {device}, but this worker's operations take place on GPU {self._device}."
+                fix = "keep all arrays of a worker on one GPU: that of its local_rank."
+                raise InvalidRequestError(message(fact, fix=fix, **self._speaker))
+            if self._thread is None:
+                self._device = device
+                self._thread = threading.Thread(target=self._run, name="kvstore_hvd-device", daemon=True)
+                self._thread.start()
+                threading.Thread(target=self._watch, name="kvstore_hvd-device-watch", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the thread, after the engine has left its world."""
+        with self._lock:
+            self._stop.set()
+        # A forked child has no such thread, and the executor is the parent's.
+        if self._thread is None or not self._thread.is_alive():
+            return
+        self._abort_if_lost()
+        self._thread.join(_STOP_S)
+        if self._thread.is_alive():
+            log.logger.warning("the thread of GPU %d does not end; it is left behind", self._device)
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            taken = self._engine.take_batch(_LOOK_S if self._under_way else _IDLE_S)
+            if taken is not None:
+                self._begin(*taken)
+            self._finish()
+            if self._engine.health() is not None:
+                self._end_all()
+        if self._executor is not None:
+            if self._under_way:
+                self._abort()
+            try:
+                self._executor.close()
+            except Exception as error:  # noqa: BLE001 - of a failed device, whose failure has been reported
+                log.logger.debug("GPU %d is not given back: %s", self._device, error)
+
+    def _watch(self) -> None:
+        """After the loss of the world, end the thread's own wait for a worker that does not come."""
+        while not self._stop.wait(_IDLE_S):
+            if self._abort_if_lost():
+                return
+
+    def _abort_if_lost(self) -> bool:
+        if self._executor is None or self._engine.health() is None:
+            return False
+        self._abort()
+        return True
+
+    def _abort(self) -> None:
+        if self._executor is not None:
+            with contextlib.suppress(Exception):  # of a failed device: the world has a cause already
+                self._executor.abort()
+
+    def _begin(self, number: int, collective: str, operations: list[DeviceOperation]) -> None:
+        try:
+            if self._executor is None:
+                self._executor = self._make_executor(self._device)
+            self._under_way.append((number, self._executor.start(collective, operations)))
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the other workers wait for this one
+            if self._executor is not None:
+                # A part of the batch may be enqueued; the caller gets its arrays back when the device is idle.
+                with contextlib.suppress(Exception):
+                    self._executor.end(END_S)
+            self._engine.end_batch(number, _loss(error))
+
+    def _finish(self) -> None:
+        while self._under_way:
+            number, completion = self._under_way[0]
+            failure = None
+            try:
+                if not completion.done():
+                    return
+            except BaseException as error:  # noqa: BLE001 - as above
+                failure = _loss(error)
+            self._under_way.popleft()
+            self._engine.end_batch(number, failure)
+
+    def _end_all(self) -> None:
+        """End all batches of a lost world: no array is written after its caller has learnt of the loss."""
+        self._abort()
+        end = Deadline(END_S)  # of all batches together: the engine waits no longer, either
+        while self._under_way:
+            number, completion = self._under_way.popleft()
+            with contextlib.suppress(Exception):  # the world has an older cause
+                while not completion.done() and end.left() > 0:
+                    time.sleep(_LOOK_S)
+            self._engine.end_batch(number, TransportError("its batch was ended"))
+        self._stop.wait()
 
 
-class SplitExecutor(Executor):
-    """Our kernels for what is small, NCCL for what is large, by the size of a batch: the same on all workers."""
-
-    # Both enqueue on one stream, in the same order on all workers: kernels of the one never wait beside the other's.
-
-    def __init__(self, small: Executor, large: Executor, limit: int) -> None:
-        self._small, self._large, self._limit = small, large, limit
-
-    def allreduce(self, batch: Batch) -> Completion:
-        """See `Executor.allreduce`."""
-        return self._for(batch).allreduce(batch)
-
-    def broadcast(self, batch: Batch) -> Completion:
-        """See `Executor.broadcast`."""
-        return self._for(batch).broadcast(batch)
-
-    def exchange(self, batch: Batch) -> Completion:
-        """See `Executor.exchange`."""
-        return self._for(batch).exchange(batch)
-
-    def reducescatter(self, batch: Batch) -> Completion:
-        """See `Executor.reducescatter`."""
-        return self._for(batch).reducescatter(batch)
-
-    def abort(self) -> None:
-        """See `Executor.abort`."""
-        self._small.abort()
-        self._large.abort()
-
-    def end(self, limit_s: float) -> bool:
-        """See `Executor.end`."""
-        self._small.abort()
-        return self._large.end(limit_s)
-
-    def close(self) -> None:
-        """See `Executor.close`."""
-        # What both have enqueued ends with the stream, which the second one gives back.
-        self._small.close()
-        self._large.close()
-
-    def _for(self, batch: Batch) -> Executor:
-        nbytes = sum(request.count * ITEM_BYTES[request.dtype] for request in batch)
-        return self._small if nbytes <= self._limit else self._large
+def _loss(error: BaseException) -> KVHvdError:
+    """The error for the other workers: its text becomes the fact of an error that has a fix of its own."""
+    text = str(error) if isinstance(error, KVHvdError) else f"{type(error).__name__}: {error}"
+    fact = "; ".join(part.rstrip(".") for part in text.split("\n  Fix: "))
+    kind = type(error) if isinstance(error, HorovodInternalError) else TransportError
+    return kind(fact)
 
 
-# -- Rounds: cutting the tensors of a batch into parts that each fit into a buffer; the same on all ranks --------------
-
-#: Where pieces begin in the buffer, in bytes.
-ALIGNMENT = 16
+# -- Rounds: the parts of a batch's tensors that each fit into a buffer; the same on all ranks -------------------------
 
 
 class Piece(NamedTuple):
-    """Elements `start` to ``start + length`` of a batch's request, and where in the buffer, in bytes, they go."""
+    """Elements `start` to ``start + length`` of a batch's request, and their place in the buffer, in bytes."""
 
     request: int
     start: int
@@ -184,7 +277,7 @@ class Piece(NamedTuple):
 
 
 def rounds(counts: Sequence[int], item_bytes: int, capacity: int, most: int) -> list[list[Piece]]:
-    """Place tensors one after the other; those that do not fit whole into a buffer are cut."""
+    """Place tensors one after the other; cut a tensor only if it is larger than a buffer."""
     capacity -= capacity % ALIGNMENT
     made: list[list[Piece]] = []
     used = 0
@@ -211,3 +304,29 @@ def buffer_bytes(pieces: Sequence[Piece], item_bytes: int) -> int:
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def input_of(request: DeviceOperation) -> int:
+    """The address of a request's only input."""
+    if len(request.inputs) != 1:
+        raise InvalidRequestError(
+            message(f"an operation on a GPU has {len(request.inputs)} inputs.", fix="add those of this worker first.")
+        )
+    return request.inputs[0]
+
+
+def inputs_of(batch: Batch, pieces: Sequence[Piece], unit: int, size_unit: int) -> list[Segment]:
+    """The inputs of a round; elements have `unit` bytes, sizes count `size_unit` for an element."""
+    return [
+        Segment(input_of(batch[piece.request]) + piece.start * unit, piece.offset, piece.length * size_unit)
+        for piece in pieces
+    ]
+
+
+def outputs_of(batch: Batch, pieces: Sequence[Piece], unit: int, size_unit: int) -> list[Segment]:
+    """The outputs of a round, as `inputs_of`."""
+    return [
+        Segment(address + piece.start * unit, piece.offset, piece.length * size_unit)
+        for piece in pieces
+        for address in batch[piece.request].outputs
+    ]

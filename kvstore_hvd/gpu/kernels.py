@@ -1,40 +1,39 @@
-"""The GPU kernels as data: sources, names and argument structures. Needs no GPU and no CuPy.
+"""The GPU kernels as data: sources, names, argument structures and launch sizes. Needs no GPU and no CuPy.
 
-The sources are ``native/cuda``, which the package has as ``kvstore_hvd/gpu/cuda``. Every kernel but the copies takes
-``(const World* worlds, Launch launch)``, the copies ``(Copy copy)``; structures are passed by value, pointers are 8
-bytes. ``blockIdx.y`` chooses the world: a launch of ``(blocks, n)`` plays n ranks, all in one grid, with ``worlds``
-and both tables of segments for one rank after another (equally long; a segment of 0 bytes is nothing); a launch for
-one rank has ``(blocks, 1)``. Kernels that wait for other ranks need all their blocks on the device at once: launch them
-cooperatively. `gpu.shapes` says how many blocks, and how much memory.
+The sources are ``native/cuda``, installed as ``kvstore_hvd/gpu/cuda``. Copies take ``(Copy copy)``, all other kernels
+``(const World* worlds, Launch launch)``; structures are passed by value, pointers have 8 bytes. ``blockIdx.y`` chooses
+the world: a launch of ``(blocks, 1)`` is one rank; a launch of ``(blocks, n)`` is n ranks, with ``worlds`` and both
+tables of segments for one rank after another (equally long; a segment of 0 bytes does nothing). Kernels that wait for
+other ranks need all their blocks on the device at once, which a cooperative launch ensures.
 
-A rank's memory that others see: ``staging`` (any size), ``control`` (`CONTROL_BYTES`) and ``fifo``
-(`gpu.shapes.fifo_bytes`), each aligned to 128 bytes. The control memory of all ranks is zeroed before any rank
-launches; it holds every counter, so launches need nothing else. After a kernel has left a word in ``status`` the
-counters of the ranks differ: wait until the streams of all ranks are empty, zero the control memory of all ranks, then
-go on.
+Other ranks see three memories of a rank, each aligned to 128 bytes: ``staging`` (any size), ``control``
+(`CONTROL_BYTES`) and ``fifo`` (`fifo_bytes`). The control memory holds all counters. It is zeroed on all ranks before
+the first launch of any rank. After a kernel has written a word to ``status`` the counters of the ranks differ: wait for
+the streams of all ranks, zero the control memory of all ranks, then launch again.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
 from kvstore_hvd.native import DTYPES, OPS
 
-#: Limits that the sources have too (``native/cuda/layout.cuh``); `SIZES_KERNEL` reports what they were compiled with.
+#: Limits that ``native/cuda/layout.cuh`` has too; `SIZES_KERNEL` reports those of the compiled kernels.
 MAX_RANKS = 16
 MAX_CHANNELS = 64
 SLOTS = 4
 VECTOR_BYTES = 16
 TILE_BYTES = 32768
 TILE_ELEMENTS = 8192
-#: Threads of a block, of every kernel: exactly, never fewer.
+#: Threads of a block, for every kernel.
 THREADS = 512
 
-# The other type that tensors of a type can be packed as, besides their own.
+# Types between which copies convert, besides copies within a type.
 _CASTS = (
     ("float32", "float16"),
     ("float64", "float16"),
@@ -43,21 +42,20 @@ _CASTS = (
     ("float32", "bfloat16"),
     ("bfloat16", "float32"),
 )
-# Types whose sums have kernels of their own; those of the other types choose the operation while they run.
+# Types with a kernel for sums alone; a kernel of another type reads the operation from the launch.
 _FAST = ("float16", "bfloat16", "float32")
 # Numbers of ranks for which the two-shot sum of these types is unrolled.
 _UNROLLED = (2, 4, 8)
 
 #: A tensor, or a part of one, and its place in a fused buffer. ``count`` and ``offset`` (from the start of the buffer)
-#: are bytes, for kernels that convert elements; ``first_tile`` is the sum of the tiles of the segments before it;
-#: ``rank`` is read by the exchange only: whose staging memory the segment is taken from.
+#: are bytes, or elements for kernels that convert; ``first_tile`` is the number of tiles of the segments before it; the
+#: exchange copies from the staging memory of ``rank``.
 SEGMENT = np.dtype(
     [("pointer", "<u8"), ("offset", "<u8"), ("count", "<u8"), ("first_tile", "<u4"), ("rank", "<u4")], align=True
 )
-#: What stays the same from launch to launch: in device memory, one for each rank that the launch plays. ``staging``,
-#: ``fifo`` and ``control`` hold the addresses of every rank's memory as this process sees them. ``abort`` is a 32-bit
-#: word that the host sets to 1 to end the kernels, ``status`` one that a failing kernel writes (see `Stop`), 0 before;
-#: both may be pinned host memory that the device sees.
+#: One rank's constants of all launches, in device memory. ``staging``, ``fifo`` and ``control`` hold the addresses of
+#: every rank's memory in this process. ``abort`` points to a 32-bit word that the host sets to 1 to end the kernels,
+#: ``status`` to one that is 0 until a failing kernel writes it (see `Stop`); both may be pinned host memory.
 WORLD = np.dtype(
     [
         ("rank", "<u4"),
@@ -72,11 +70,10 @@ WORLD = np.dtype(
     ],
     align=True,
 )
-#: What one launch does; by value. ``bytes`` is the length of the fused buffer (two-shot, ring). ``staging_offset``,
-#: a multiple of 128, is where it begins in the staging memory of all ranks, and is another one than in the launch
-#: before (two halves in turn): ranks may still read what the launch before left. ``meet`` is 1 when the kernel waits
-#: for the other ranks itself, 0 when the host has ordered everything with events (then see `allreduce_kernel`).
-#: The scales stand twice: as float64, and rounded to float32 by the host.
+#: Arguments of one launch; by value. ``bytes`` is the length of the fused buffer (two-shot, ring). ``staging_offset``,
+#: a multiple of 128, is the buffer's place in the staging memory of all ranks; it alternates between two halves, since
+#: ranks may still read the half of the launch before. ``meet`` is 1 when the kernel waits for the other ranks itself, 0
+#: when the host has ordered all work with events. The scales are float64 and, rounded by the host, float32.
 LAUNCH = np.dtype(
     [
         ("inputs", "<u8"),
@@ -120,13 +117,14 @@ STRUCTURES = {
     "Copy": COPY.itemsize,
     "Control": CONTROL_BYTES,
 }
-
-#: Why a kernel ended early, by code.
-CAUSES = {1: "timeout", 2: "abort"}
+#: The kernel of broadcast, allgather and alltoall, for all types. It copies the segments ``inputs`` into this rank's
+#: staging memory, meets the other ranks, and copies each of ``outputs`` from the staging memory of its ``rank``.
+#: Without ``meet`` it does the last step only.
+EXCHANGE_KERNEL = "kvhvd_exchange"
 
 
 class Stop(NamedTuple):
-    """What a kernel that ended early says."""
+    """Why a kernel ended early: which rank stopped waiting for which, and where."""
 
     cause: str
     rank: int
@@ -135,23 +133,19 @@ class Stop(NamedTuple):
 
     @classmethod
     def of(cls, word: int) -> Optional[Stop]:
-        """Read a status word; None when it is 0: nothing stopped."""
+        """Read a status word; None if no kernel ended early."""
         if word == 0:
             return None
+        cause = {1: "timeout", 2: "abort"}.get(word & 0xFF, f"code {word & 0xFF}")
         places = {1: "the start of an operation", 2: "the end of an operation", 3: "a filled slot", 4: "a free slot"}
-        return cls(
-            CAUSES.get(word & 0xFF, f"code {word & 0xFF}"),
-            word >> 8 & 0xFF,
-            word >> 16 & 0xFF,
-            places.get(word >> 24, "?"),
-        )
+        return cls(cause, word >> 8 & 0xFF, word >> 16 & 0xFF, places.get(word >> 24, "?"))
 
 
-# ---- Sources ----
+# -- Sources and names -------------------------------------------------------------------------------------------------
 
 
 def source() -> str:
-    """Return all kernels as one text: the headers put in, for NVRTC without a file system."""
+    """All kernels as one text for NVRTC, which reads no headers."""
     folder = Path(__file__).with_name("cuda")
     seen: set[str] = set()
 
@@ -171,39 +165,33 @@ def source() -> str:
 
 
 def options(dtype: Optional[str] = None) -> tuple[str, ...]:
-    """Return the options for the compiler, apart from the architecture."""
+    """The options for the compiler, apart from the architecture."""
     only = () if dtype is None else (f"-DKVHVD_ONLY={DTYPES[dtype]}",)
     # Contraction would round differently from the CPU engine.
     return ("--std=c++17", "--fmad=false", *only)
 
 
-# ---- Names ----
+def packed_dtype(dtype: str, op: str, as_half: bool) -> str:
+    """The type in which elements are added: float16 for ``as_half``."""
+    return "float16" if as_half and op in ("sum", "average") and dtype in ("float32", "float64") else dtype
 
 
 def allreduce_kernel(algorithm: str, dtype: str, op: str, *, as_half: bool = False, ranks: int = 0) -> str:
-    """Return the name of the kernel of an allreduce or a reduce-scatter."""
+    """The name of the kernel of an allreduce or a reduce-scatter."""
     if algorithm not in ("oneshot", "twoshot", "ring") or dtype not in DTYPES or op not in OPS:
         raise ValueError(f"no kernel for {algorithm!r}, {dtype!r}, {op!r}")
-    summed = op in ("sum", "average")
-    if as_half and summed and dtype in ("float32", "float64"):
+    if packed_dtype(dtype, op, as_half) != dtype:
         return f"kvhvd_{algorithm}_{dtype}_as_half"
     if dtype not in _FAST:
         return f"kvhvd_{algorithm}_{dtype}"
-    if not summed:
+    if op not in ("sum", "average"):
         return f"kvhvd_{algorithm}_{dtype}_other"
     unrolled = f"_{ranks}" if algorithm == "twoshot" and ranks in _UNROLLED else ""
     return f"kvhvd_{algorithm}_{dtype}_sum{unrolled}"
 
 
-def exchange_kernel() -> str:
-    """Return the name of the kernel of broadcast, allgather and alltoall; the same for all types."""
-    # It copies the segments ``inputs`` into this rank's staging memory, meets the other ranks, and copies each of
-    # ``outputs`` from the staging memory of its ``rank``. Without ``meet`` only the latter.
-    return "kvhvd_exchange"
-
-
 def copy_kernel(tensor_dtype: str = "", buffer_dtype: str = "") -> str:
-    """Return the name of the kernel that packs segments into a buffer, or unpacks them, with ``scale``."""
+    """The name of the kernel that packs or unpacks segments with ``scale``; by default bytewise."""
     if not tensor_dtype and not buffer_dtype:
         return "kvhvd_copy"
     if buffer_dtype not in casts(tensor_dtype):
@@ -212,13 +200,13 @@ def copy_kernel(tensor_dtype: str = "", buffer_dtype: str = "") -> str:
 
 
 def casts(dtype: str) -> tuple[str, ...]:
-    """Return the types that tensors of a type can be packed as, its own first."""
+    """The types that tensors of a type can be packed as, its own first."""
     return (dtype, *(there for here, there in _CASTS if here == dtype))
 
 
 def kernel_names(dtype: Optional[str] = None) -> list[str]:
-    """Return the names of all kernels that a compilation with ``options(dtype)`` has."""
-    names = [SIZES_KERNEL, copy_kernel(), exchange_kernel()]
+    """The names of all kernels of a compilation with ``options(dtype)``."""
+    names = [SIZES_KERNEL, copy_kernel(), EXCHANGE_KERNEL]
     for one in DTYPES if dtype is None else (dtype,):
         names += [copy_kernel(one, there) for there in casts(one)]
         for algorithm in ("oneshot", "twoshot", "ring"):
@@ -227,3 +215,72 @@ def kernel_names(dtype: Optional[str] = None) -> list[str]:
             found += [allreduce_kernel(algorithm, one, "sum", ranks=ranks) for ranks in _UNROLLED]
             names += dict.fromkeys(found)
     return names
+
+
+# -- Sizes of launches -------------------------------------------------------------------------------------------------
+
+
+class Limits(NamedTuple):
+    """What limits the blocks of a launch."""
+
+    multiprocessors: int
+    blocks_per_multiprocessor: int
+    sharers: int = 1  # ranks on the device
+
+    @property
+    def resident(self) -> int:
+        """Blocks that one rank may have on the device at once; at least 1."""
+        return max(1, self.multiprocessors * self.blocks_per_multiprocessor // max(1, self.sharers))
+
+
+class Segment(NamedTuple):
+    """A part of a tensor and its place in a buffer, in bytes (elements where a copy converts them)."""
+
+    pointer: int
+    offset: int
+    size: int
+    rank: int = 0  # exchange: the rank of the buffer
+
+
+def table(segments: Sequence[Segment], tile: int, size_unit: int = 1, offset_unit: int = 1) -> tuple[Any, int]:
+    """A table of `SEGMENT`, and its number of tiles."""
+    columns = zip(*segments) if segments else ((), (), (), ())
+    pointers, offsets, sizes, ranks = (np.array(column, np.int64) for column in columns)
+    made = np.zeros(len(segments), SEGMENT)
+    made["pointer"], made["offset"], made["count"] = pointers, offsets // offset_unit, sizes * size_unit
+    made["rank"] = ranks
+    tiles = -(-sizes * size_unit // tile)
+    ends = np.cumsum(tiles)
+    made["first_tile"] = ends - tiles
+    return made, int(tiles.sum())
+
+
+def fifo_bytes(channels: int, slot_vectors: int) -> int:
+    """Bytes of a rank's FIFO memory: ``[channels][SLOTS][slot_vectors]`` vectors."""
+    # ``slot_vectors`` is a multiple of 8, and like the number of channels the same on all ranks.
+    return channels * SLOTS * slot_vectors * VECTOR_BYTES
+
+
+def ring_channels(nbytes: int, slot_vectors: int, limits: Limits) -> int:
+    """The blocks of a ring (``grid.x``), each a ring of its own; the same number on all ranks."""
+    slots = -(-nbytes // (slot_vectors * VECTOR_BYTES))
+    return max(1, min(MAX_CHANNELS, limits.resident, slots))
+
+
+def direct_blocks(tiles: int, limits: Limits) -> int:
+    """The blocks of a oneshot, twoshot or exchange that meets (``grid.x``); ranks may differ."""
+    return max(1, min(limits.resident, tiles))
+
+
+def copy_blocks(tiles: int, limits: Limits) -> int:
+    """The blocks of a copy, or of a kernel that does not meet (``grid.x``)."""
+    return max(1, min(tiles, limits.multiprocessors * limits.blocks_per_multiprocessor))
+
+
+def choose(ranks: int, nbytes: int, staging_bytes: int) -> str:
+    """The algorithm of an allreduce that is expected to be fastest; the same on all ranks."""
+    if nbytes > staging_bytes:
+        return "ring"
+    # A one-shot reads the buffer of every rank. A two-shot reads a part of each, but its second meeting costs about as
+    # much as the transfer of this many bytes.
+    return "oneshot" if nbytes * ranks <= 1 << 20 else "twoshot"

@@ -1,68 +1,42 @@
-"""Launches of our kernels on one stream, and what they tell: copies of segments, and collectives over mapped memory."""
+"""Launches of our kernels on one stream: copies of segments, and collectives over mapped memory.
+
+A launch reads tables of segments, which the host writes to pinned memory and copies to the device. The tables of the
+last launches stay in slots that are reused in turn, each behind an event.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvstore_hvd import errors, native
+from kvstore_hvd import errors
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.errors import TransportError, message
-from kvstore_hvd.gpu import kernels, shapes
-from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
+from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu.kernels import Segment
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import close_all
-from kvstore_hvd.gpu.streams import Event, Stream
-from kvstore_hvd.gpu.tables import Tables
+from kvstore_hvd.gpu.streams import DeviceMemory, Event, PinnedMemory, Stream
+from kvstore_hvd.native import ITEM_BYTES, OPS
+from kvstore_hvd.native.records import DeviceOperation
 
-_ABORT, _STATUS, _WORDS_BYTES = 0, 64, 128  # of the words that host and kernels share
-#: How much longer than the kernels the host waits for them.
+# Places of the two words that host and kernels share, and bytes of their memory.
+_ABORT, _STATUS, _WORDS_BYTES = 0, 64, 128
+#: Seconds that the host waits longer than the kernels.
 GRACE_S = 5.0
+# Seconds between two queries of an event.
 _PAUSE_S = 0.00002
-_WORLDS, _WORLD_BYTES = 64, 1024  # room for what kernels know of the ranks
-
-
-class Segment(NamedTuple):
-    """A part of a tensor and its place in a buffer, in bytes (elements where a copy converts them)."""
-
-    pointer: int
-    offset: int
-    size: int
-    rank: int = 0  # exchange: whose buffer
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """How elements are combined: the fields of a request that decide it."""
-
-    dtype: str
-    op: str
-    prescale: float = 1.0
-    postscale: float = 1.0
-    as_half: bool = False
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether one input alone stays as it is."""
-        return self.prescale == self.postscale == 1.0 and not (
-            self.as_half and self.op in ("sum", "average") and self.dtype in ("float32", "float64")
-        )
-
-
-@dataclass(frozen=True)
-class Members:
-    """Every rank's memory, as this process sees it; 0 where the kernels that are launched need none."""
-
-    rank: int
-    staging: Sequence[int]
-    control: Sequence[int]
-    fifo: Sequence[int]
-    slot_vectors: int = 0
+# Number and bytes of the structures `kernels.WORLD` of a launcher.
+_WORLDS, _WORLD_BYTES = 64, 1024
+#: Segments that the tables of one launch may have together.
+ENTRIES = 4096
+# Launches whose tables are kept.
+_SLOTS = 16
+_SLOT_BYTES = ENTRIES * kernels.SEGMENT.itemsize
 
 
 class Launcher:
@@ -78,17 +52,26 @@ class Launcher:
         self._words[:] = 0
         self._worlds = DeviceMemory(_WORLDS * _WORLD_BYTES)
         self._n_worlds = 0
-        self._lock = threading.Lock()  # of the words: abort comes from other threads
-        self._tables = Tables(self.wait)
+        self._lock = threading.Lock()  # protects _words: other threads call abort
+        self._device_tables, self._host_tables = DeviceMemory(_SLOTS * _SLOT_BYTES), PinnedMemory(_SLOTS * _SLOT_BYTES)
+        self._tables = self._host_tables.view()
+        self._events = [Event() for _ in range(_SLOTS)]
+        self._slot = 0
 
-    # -- Launches ----------------------------------------------------------------------------------------------
+    # -- Launches ------------------------------------------------------------------------------------------------------
 
-    def world(self, members: Members) -> int:
-        """Put what `collective` needs to know of the ranks on the device; returns its address there."""
+    def world(
+        self,
+        rank: int,
+        staging: Sequence[int],
+        control: Sequence[int] = (),
+        fifo: Sequence[int] = (),
+        slot_vectors: int = 0,
+    ) -> int:
+        """Put every rank's addresses on the device, for `collective`; returns the address there."""
         table = np.zeros(1, kernels.WORLD)
-        table["rank"], table["ranks"], table["slot_vectors"] = members.rank, len(members.staging), members.slot_vectors
-        for field in ("staging", "control", "fifo"):
-            addresses = getattr(members, field)
+        table["rank"], table["ranks"], table["slot_vectors"] = rank, len(staging), slot_vectors
+        for field, addresses in (("staging", staging), ("control", control), ("fifo", fifo)):
             table[field][0, : len(addresses)] = addresses
         table["abort"] = self._words_memory.address + _ABORT
         table["status"] = self._words_memory.address + _STATUS
@@ -119,25 +102,24 @@ class Launcher:
         buffer_dtype = buffer_dtype or dtype
         if buffer_dtype == dtype and scale == 1.0:
             name = kernels.copy_kernel()
-            table, tiles = _table(segments, kernels.TILE_BYTES, size_unit=native.ITEM_BYTES[dtype])
+            table, tiles = kernels.table(segments, kernels.TILE_BYTES, size_unit=ITEM_BYTES[dtype])
         else:
             # These kernels count elements in the buffer, too.
             name = kernels.copy_kernel(dtype, buffer_dtype)
-            table, tiles = _table(segments, kernels.TILE_ELEMENTS, offset_unit=native.ITEM_BYTES[buffer_dtype])
-        (address,) = self._tables.put(self.stream, [table])
+            table, tiles = kernels.table(segments, kernels.TILE_ELEMENTS, offset_unit=ITEM_BYTES[buffer_dtype])
+        (address,) = self._put([table])
         arguments = np.zeros(1, kernels.COPY)
         arguments["segments"], arguments["buffer"], arguments["n_segments"] = address, buffer, len(table)
         arguments["scale"] = arguments["scale32"] = scale
         arguments["into_buffer"] = into_buffer
-        blocks = shapes.copy_blocks(tiles, self._modules.limits(name, dtype))
-        self._modules.launch(name, dtype, blocks, (arguments,), self.stream)
-        self._tables.fence(self.stream)
+        blocks = kernels.copy_blocks(tiles, self._modules.limits(name, dtype))
+        self._launch(name, dtype, blocks, (arguments,))
 
     def collective(
         self,
         name: str,
         world: int,
-        reduction: Reduction,
+        operation: DeviceOperation,
         inputs: Sequence[Segment],
         outputs: Sequence[Segment],
         nbytes: int,
@@ -145,27 +127,44 @@ class Launcher:
         meet: bool = True,
         blocks: int = 0,
     ) -> None:
-        """Launch a kernel of an allreduce or an exchange (see `kernels`)."""
-        tables, tiles = zip(*(_table(segments, kernels.TILE_BYTES) for segments in (inputs, outputs)))
-        addresses = self._tables.put(self.stream, tables)
+        """Launch a kernel of an allreduce or an exchange with the dtype, op and scales of an operation."""
+        tables, tiles = zip(*(kernels.table(segments, kernels.TILE_BYTES) for segments in (inputs, outputs)))
         launch = np.zeros(1, kernels.LAUNCH)
-        launch["inputs"], launch["outputs"] = addresses
+        launch["inputs"], launch["outputs"] = self._put(tables)
         launch["n_inputs"], launch["n_outputs"] = len(inputs), len(outputs)
         launch["bytes"], launch["staging_offset"] = nbytes, staging_offset
         launch["timeout_ns"] = int(self._timeout_s * 1e9)
-        launch["prescale"] = launch["prescale32"] = reduction.prescale
-        launch["postscale"] = launch["postscale32"] = reduction.postscale
-        launch["op"], launch["meet"] = native.OPS[reduction.op], meet
+        launch["prescale"] = launch["prescale32"] = operation.prescale
+        launch["postscale"] = launch["postscale32"] = operation.postscale
+        launch["op"], launch["meet"] = OPS[operation.op], meet
         if not blocks:
-            count = shapes.direct_blocks if meet else shapes.copy_blocks
+            count = kernels.direct_blocks if meet else kernels.copy_blocks
             fused = -(-nbytes // kernels.TILE_BYTES)
-            blocks = count(max(*tiles, fused), self._modules.limits(name, reduction.dtype))
-        arguments = np.uint64(world), launch
-        waits = meet and not self._is_shared
-        self._modules.launch(name, reduction.dtype, blocks, arguments, self.stream, waits)
-        self._tables.fence(self.stream)
+            blocks = count(max(*tiles, fused), self._modules.limits(name, operation.dtype))
+        self._launch(name, operation.dtype, blocks, (np.uint64(world), launch), waits=meet and not self._is_shared)
 
-    # -- How it goes -------------------------------------------------------------------------------------------
+    def _put(self, tables: Sequence[Any]) -> list[int]:
+        """Enqueue copies of tables for the next launch; their addresses on the device, 0 for an empty one."""
+        if sum(map(len, tables)) > ENTRIES:
+            raise ValueError(f"{sum(map(len, tables))} segments in one launch; at most {ENTRIES} have room")
+        # This waits when the device is many launches behind.
+        self.wait(self._events[self._slot])
+        start = end = self._slot * _SLOT_BYTES
+        addresses = []
+        for table in tables:
+            addresses.append(self._device_tables.address + end if len(table) else 0)
+            self._tables[end : end + table.nbytes] = table.view(np.uint8)
+            end += table.nbytes
+        self.stream.copy(self._device_tables.address + start, self._host_tables.address + start, end - start)
+        return addresses
+
+    def _launch(self, name: str, dtype: str, blocks: int, arguments: tuple[Any, ...], waits: bool = False) -> None:
+        """Launch a kernel that reads the tables of the last `_put`."""
+        self._modules.launch(name, dtype, blocks, arguments, self.stream, waits)
+        self._events[self._slot].record(self.stream)
+        self._slot = (self._slot + 1) % _SLOTS
+
+    # -- Ends of launches ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
         """Raise why a kernel has ended early, on this rank or another."""
@@ -173,44 +172,34 @@ class Launcher:
         if stop is None:
             return
         if stop.cause == "timeout":
-            raise errors.TimeoutError(
-                message(
-                    f"rank {stop.rank} waited {self._timeout_s:g} s for rank {stop.awaited}'s GPU ({stop.place}).",
-                    fix="see whether that rank, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit.",
-                )
-            )
+            fact = f"rank {stop.rank} waited {self._timeout_s:g} s for rank {stop.awaited}'s GPU ({stop.place})."
+            fix = "see whether that rank, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit."
+            raise errors.TimeoutError(message(fact, fix=fix))
         raise TransportError(message(f"the GPUs' kernels were ended by rank {stop.rank} ({stop.cause})."))
 
     def wait(self, event: Event, check: Callable[[], None] | None = None) -> None:
-        """Until an event of this stream is done, for as long as kernels may wait."""
+        """Wait for an event of this stream, at most as long as kernels may wait."""
         deadline = Deadline(self._timeout_s + GRACE_S)
         while not event.done():
             self.check()
             if check is not None:
                 check()
             if deadline.left() < 0:
-                raise errors.TimeoutError(
-                    message(
-                        f"the GPU has not finished its operations within {self._timeout_s:g} s.",
-                        fix="see whether a kernel of the program itself is stuck; KVHVD_TIMEOUT sets the limit.",
-                    )
-                )
+                fact = f"the GPU has not finished its operations within {self._timeout_s:g} s."
+                fix = "see whether a kernel of the program itself is stuck; KVHVD_TIMEOUT sets the limit."
+                raise errors.TimeoutError(message(fact, fix=fix))
             time.sleep(_PAUSE_S)
 
     def abort(self) -> None:
-        """Have the kernels that wait end soon, on every rank; from any thread, any number of times."""
+        """End the kernels that wait, on every rank; from any thread, any number of times."""
         with self._lock:
             if self._words is not None:
                 self._words[_ABORT // 4] = 1
 
     def close(self) -> None:
-        """Give everything back but the stream, on which nothing is enqueued any more."""
+        """Free everything but the stream, whose work is done."""
         with self._lock:
             self._words = None
-        close_all(self._tables.close, self._worlds.close, self._words_memory.close)
-
-
-def _table(segments: Sequence[Segment], tile: int, size_unit: int = 1, offset_unit: int = 1) -> tuple[Any, int]:
-    columns = zip(*segments) if segments else ((), (), (), ())
-    pointers, offsets, sizes, ranks = (np.array(column, np.int64) for column in columns)
-    return shapes.segments(pointers, offsets // offset_unit, sizes * size_unit, tile=tile, ranks=ranks)
+        self._tables = None
+        memories = self._host_tables, self._device_tables, self._worlds, self._words_memory
+        close_all(*(event.close for event in self._events), *(memory.close for memory in memories))

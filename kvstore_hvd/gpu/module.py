@@ -1,7 +1,11 @@
-"""Our kernels on one device: compiled by NVRTC at the first use, kept on disk, loaded as a CuPy RawModule, launched.
+"""Our kernels on one device: compiled by NVRTC at the first use, cached on disk, loaded as a CuPy RawModule, launched.
 
-CuPy's own compilation is not used: it adds ``-ftz=true``, which flushes denormals, and needs a device. NVRTC needs
-none, so that `compile_kernels` is tested on any machine.
+CuPy's own compilation is not used: it adds ``-ftz=true``, which flushes denormals, and needs a device. NVRTC does not,
+so that tests compile the kernels on any machine.
+
+The cache serves many workers that start at once, on a file system that several machines may share. A file is written
+under a temporary name and then renamed, and its name ends with a digest of its content. Kernels whose file cannot be
+read or written are compiled again.
 """
 
 from __future__ import annotations
@@ -9,24 +13,30 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kvstore_hvd import log
+from kvstore_hvd.config import cache_folder
 from kvstore_hvd.errors import KVHvdError, LaunchError, message
-from kvstore_hvd.gpu import cache, kernels, shapes
+from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.runtime import checked, cupy, nvrtc_library
 from kvstore_hvd.gpu.streams import Stream
 
-# For devices that this NVRTC does not know: the driver compiles what it emits for the newest of these.
+# Architectures for PTX, newest first: a driver compiles it for a device that this NVRTC does not know.
 _VIRTUAL = (120, 100, 90, 89, 86, 80, 75, 70)
 _INVALID_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION
 
 
 class Kernels:
-    """The kernels of one device, which is current when anything is called."""
+    """The kernels of one device, which every caller has made current."""
 
     def __init__(self, capability: tuple[int, int], multiprocessors: int, sharers: int = 1) -> None:
         self._architecture = capability[0] * 10 + capability[1]
@@ -34,16 +44,16 @@ class Kernels:
         self._sharers = sharers
         self._modules: dict[str, Any] = {}
         self._functions: dict[tuple[str, str], Any] = {}
-        self._limits: dict[tuple[str, str], shapes.Limits] = {}
+        self._limits: dict[tuple[str, str], kernels.Limits] = {}
 
-    def limits(self, name: str, dtype: str) -> shapes.Limits:
-        """What bounds launches of a kernel here."""
+    def limits(self, name: str, dtype: str) -> kernels.Limits:
+        """What limits the blocks of a kernel here."""
         limits = self._limits.get((name, dtype))
         if limits is None:
             function = self._function(name, dtype)
             with checked(f"ask how many blocks of {name} fit"):
                 blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, kernels.THREADS, 0)
-            limits = shapes.Limits(self._multiprocessors, int(blocks), self._sharers)
+            limits = kernels.Limits(self._multiprocessors, int(blocks), self._sharers)
             self._limits[name, dtype] = limits
         return limits
 
@@ -58,11 +68,9 @@ class Kernels:
         players: int = 1,
     ) -> None:
         """Enqueue a kernel."""
-        function = self._function(name, dtype)
+        function, grid, threads = self._function(name, dtype), (blocks, players, 1), (kernels.THREADS, 1, 1)
         with checked(f"launch {name}"):
-            function(
-                (blocks, players, 1), (kernels.THREADS, 1, 1), arguments, stream=stream, enable_cooperative_groups=waits
-            )
+            function(grid, threads, arguments, stream=stream, enable_cooperative_groups=waits)
 
     def _function(self, name: str, dtype: str) -> Any:
         function = self._functions.get((name, dtype))
@@ -77,40 +85,34 @@ class Kernels:
 
 
 def compile_kernels(dtype: str, architecture: int) -> bytes:
-    """Compile the kernels of one element type; needs no GPU."""
+    """Compile the kernels of one element type: a CUBIN, or PTX for an architecture that this NVRTC does not know."""
     nvrtc = nvrtc_library()
-    options = kernels.options(dtype)
-    try:
-        return bytes(_compile(nvrtc, (f"--gpu-architecture=sm_{architecture}", *options), nvrtc.getCUBIN))
-    except nvrtc.NVRTCError as error:
-        if error.status != _INVALID_OPTION:
-            raise _compile_failure(error) from None
-    for virtual in (known for known in _VIRTUAL if known <= architecture):
+    virtual = (f"compute_{known}" for known in _VIRTUAL if known <= architecture)
+    for target in (f"sm_{architecture}", *virtual):
+        result = nvrtc.getCUBIN if target.startswith("sm_") else nvrtc.getPTX
         try:
-            ptx = _compile(nvrtc, (f"--gpu-architecture=compute_{virtual}", *options), nvrtc.getPTX)
-            return ptx if isinstance(ptx, bytes) else ptx.encode()
+            made = _compile(nvrtc, (f"--gpu-architecture={target}", *kernels.options(dtype)), result)
+            return made.encode() if isinstance(made, str) else bytes(made)
         except nvrtc.NVRTCError as error:
             if error.status != _INVALID_OPTION:
-                raise _compile_failure(error) from None
+                lines = str(getattr(error, "log", "") or error).strip().splitlines()
+                fact, fix = "NVRTC cannot compile our kernels.", "report this, with the version of CuPy."
+                raise LaunchError(message(fact, details=lines[:10], fix=fix)) from None
     version = ".".join(map(str, nvrtc.getVersion()))
-    raise LaunchError(
-        message(
-            f"NVRTC {version} compiles nothing for a device of compute capability {architecture / 10:.1f}.",
-            fix="install the extra of a newer CUDA: gpu-cu12 or gpu-cu13.",
-        )
-    )
+    fact = f"NVRTC {version} compiles nothing for a device of compute capability {architecture / 10:.1f}."
+    raise LaunchError(message(fact, fix="install the extra of a newer CUDA: gpu-cu12 or gpu-cu13."))
 
 
 def _load(dtype: str, architecture: int) -> Any:
     nvrtc, library = nvrtc_library(), cupy()
-    source = _source()
-    key = cache.key_of(source, kernels.options(dtype), architecture, library.__version__, nvrtc.getVersion())
+    parts = _source(), kernels.options(dtype), architecture, library.__version__, nvrtc.getVersion()
+    key = _digest("\0".join(map(str, parts)).encode())
 
     def make() -> bytes:
         log.logger.info("compiling the kernels for %s, once on this machine", dtype)
         return compile_kernels(dtype, architecture)
 
-    with cache.stored(key, make) as path, checked("load our kernels"):
+    with cached(key, make) as path, checked("load our kernels"):
         module = library.RawModule(path=str(path))
         module.compile()
         _check_sizes(module)
@@ -119,25 +121,15 @@ def _load(dtype: str, architecture: int) -> Any:
 
 def _check_sizes(module: Any) -> None:
     """Compare the layout that the compiler chose with that of our structures."""
-    library = cupy()
-    expected = [
-        *kernels.STRUCTURES.values(),
-        kernels.MAX_RANKS,
-        kernels.MAX_CHANNELS,
-        kernels.SLOTS,
-        kernels.TILE_BYTES,
-        kernels.TILE_ELEMENTS,
-    ]
-    told = library.zeros(len(expected), np.uint32)
-    module.get_function(kernels.SIZES_KERNEL)((1,), (1,), (told,))
-    found = [int(size) for size in told.get()]
+    limits = kernels.MAX_RANKS, kernels.MAX_CHANNELS, kernels.SLOTS, kernels.TILE_BYTES, kernels.TILE_ELEMENTS
+    expected = [*kernels.STRUCTURES.values(), *limits]
+    sizes = cupy().zeros(len(expected), np.uint32)
+    module.get_function(kernels.SIZES_KERNEL)((1,), (1,), (sizes,))
+    found = [int(size) for size in sizes.get()]
     if found != expected:
-        raise KVHvdError(
-            message(
-                f"the kernels were compiled with structures of {found} bytes, but {expected} are expected.",
-                fix="reinstall kvstore_hvd: its Python files and its kernels are of different versions.",
-            )
-        )
+        fact = f"the kernels were compiled with structures of {found} bytes, but {expected} are expected."
+        fix = "reinstall kvstore_hvd: its Python files and its kernels are of different versions."
+        raise KVHvdError(message(fact, fix=fix))
 
 
 @functools.lru_cache(maxsize=1)
@@ -161,7 +153,7 @@ def _compile(nvrtc: Any, options: tuple[str, ...], result: Any) -> Any:
 
 @contextlib.contextmanager
 def same_locale() -> Iterator[None]:
-    """Keep the thread's locale: NVRTC of CUDA 11 leaves "C", where Python takes text files for ASCII."""
+    """Restore the thread's locale: NVRTC of CUDA 11 leaves "C", in which Python reads text files as ASCII."""
     uselocale = ctypes.CDLL(None).uselocale
     uselocale.argtypes, uselocale.restype = [ctypes.c_void_p], ctypes.c_void_p
     before = uselocale(None)
@@ -171,8 +163,53 @@ def same_locale() -> Iterator[None]:
         uselocale(before)
 
 
-def _compile_failure(error: Any) -> LaunchError:
-    lines = str(getattr(error, "log", "") or error).strip().splitlines()
-    return LaunchError(
-        message("NVRTC cannot compile our kernels.", details=lines[:10], fix="report this, with the version of CuPy.")
-    )
+# -- The cache on disk -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def cached(key: str, make: Callable[[], bytes], folder: str = "") -> Iterator[Path]:
+    """A file with the result of `make`, of now or of an earlier start; it exists inside the context."""
+    place = Path(folder or cache_folder())
+    found = _find(place, key)
+    if found is not None:
+        yield found
+        return
+    content = make()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        path = place / f"{key}-{_digest(content)}.bin"
+        _write(path, content)
+    except OSError as error:
+        text = "compiled kernels cannot be kept in %s (%s): every start compiles them anew"
+        log.once("gpu-cache", logging.INFO, text, place, error.strerror)
+        with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+            file.write(content)
+            file.flush()
+            yield Path(file.name)
+        return
+    yield path
+
+
+def _find(place: Path, key: str) -> Path | None:
+    with contextlib.suppress(OSError):
+        for path in sorted(place.glob(f"{key}-*.bin")):
+            if path.stem == f"{key}-{_digest(path.read_bytes())}":
+                return path
+            path.unlink()
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]
+
+
+def _write(path: Path, content: bytes) -> None:
+    number, name = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with os.fdopen(number, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,20 +1,30 @@
-"""One rank of an NCCL communicator that never blocks: every wait here ends, and `abort` is always within reach."""
+"""NCCL: the library, which is loaded when it is needed, and one rank's end of a communicator that never blocks.
+
+Every wait for NCCL has a limit, and `NcclCommunicator.abort` works at any time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib.metadata
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
 from kvstore_hvd import errors
 from kvstore_hvd.base.clocks import RunningClock
-from kvstore_hvd.errors import KVHvdError, LaunchError, TransportError, message
-from kvstore_hvd.gpu.nccl_library import IN_PROGRESS, SUCCESS, Config, NcclLibrary, UniqueId
+from kvstore_hvd.config import config
+from kvstore_hvd.errors import ConfigError, KVHvdError, LaunchError, TransportError, message
+from kvstore_hvd.gpu.runtime import EXTRAS, driver_version
 
+#: The oldest version whose communicators never block, as NCCL writes it: 2.18.
+OLDEST = 21800
+_SUCCESS, _IN_PROGRESS = 0, 7
+#: Codes of NCCL (ncclDataType_t).
 DTYPES = {
     "int8": 0,
     "uint8": 1,
@@ -25,39 +35,187 @@ DTYPES = {
     "float64": 8,
     "bfloat16": 9,
 }
-# An average is a sum here: the factor, which depends on the workers' weights, is applied by whoever calls.
+# Codes of NCCL (ncclRedOp_t). An average is a sum: the caller applies the factor, which depends on workers' weights.
 OPS = {"sum": 0, "average": 0, "product": 1, "max": 2, "min": 3}
-#: Types whose inputs NCCL can multiply by a factor that is as exact as ours.
+#: Types whose inputs NCCL multiplies by a factor as exactly as our kernels do.
 PREMULTIPLIED = {"float32": np.float32, "float64": np.float64}
 _HOST_IMMEDIATE = 1  # ncclScalarHostImmediate: the factor is read during the call
-# How long to ask again and again before sleeping between.
+# Value of a field of `Config` that leaves the choice to NCCL.
+_UNDEFINED = -(2**31)
+# Seconds without a pause between queries of NCCL's state, and seconds of the later pauses.
 _SPIN_S = 0.001
 _PAUSE_S = 0.0002
-# An abort must free memory and end threads of NCCL; a worker that leaves waits this long for it.
+# Seconds that a worker that leaves waits for an abort, which frees memory and ends threads of NCCL.
 _ABORT_S = 10.0
+_FIX = (
+    "pip install nvidia-nccl-cu12 (cu11, cu13: as the driver's CUDA), or set KVHVD_NCCL_LIBRARY to the libnccl.so.2 "
+    "to use."
+)
+
+
+def version_text(version: int) -> str:
+    """``22304`` as ``'2.23.4'``."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+class UniqueId(ctypes.Structure):
+    """The common key of a communicator's ranks (``ncclUniqueId``)."""
+
+    _fields_ = (("internal", ctypes.c_char * 128),)
+
+
+class Config(ctypes.Structure):
+    """``ncclConfig_t`` as of NCCL 2.18; newer libraries take it by its size and version."""
+
+    _fields_ = (
+        ("size", ctypes.c_size_t),
+        ("magic", ctypes.c_uint),
+        ("version", ctypes.c_uint),
+        ("blocking", ctypes.c_int),
+        ("cga_cluster_size", ctypes.c_int),
+        ("min_ctas", ctypes.c_int),
+        ("max_ctas", ctypes.c_int),
+        ("net_name", ctypes.c_char_p),
+        ("split_share", ctypes.c_int),
+    )
+
+    @classmethod
+    def non_blocking(cls) -> Config:
+        """A communicator whose calls all return at once."""
+        undefined = dict.fromkeys(("cga_cluster_size", "min_ctas", "max_ctas", "split_share"), _UNDEFINED)
+        return cls(size=ctypes.sizeof(cls), magic=0xCAFEBEEF, version=OLDEST, blocking=0, net_name=None, **undefined)
+
+
+_P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
+_TYPES = {
+    "ncclGetVersion": (ctypes.POINTER(_I),),
+    "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
+    "ncclCommInitRankConfig": (ctypes.POINTER(_P), _I, UniqueId, _I, ctypes.POINTER(Config)),
+    "ncclCommFinalize": (_P,),
+    "ncclCommDestroy": (_P,),
+    "ncclCommAbort": (_P,),
+    "ncclCommGetAsyncError": (_P, ctypes.POINTER(_I)),
+    "ncclRedOpCreatePreMulSum": (ctypes.POINTER(_I), _P, _I, _I, _P),
+    "ncclRedOpDestroy": (_I, _P),
+    "ncclAllReduce": (_P, _P, _Z, _I, _I, _P, _P),
+    "ncclBroadcast": (_P, _P, _Z, _I, _I, _P, _P),
+    "ncclReduce": (_P, _P, _Z, _I, _I, _I, _P, _P),
+    "ncclReduceScatter": (_P, _P, _Z, _I, _I, _P, _P),
+    "ncclAllGather": (_P, _P, _Z, _I, _P, _P),
+    "ncclSend": (_P, _Z, _I, _I, _P, _P),
+    "ncclRecv": (_P, _Z, _I, _I, _P, _P),
+    "ncclGroupStart": (),
+    "ncclGroupEnd": (),
+}
+
+
+class NcclLibrary:
+    """A loaded libnccl."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # RTLD_LOCAL: another package of this process may have loaded another version.
+        self._library = ctypes.CDLL(path, mode=ctypes.RTLD_LOCAL)
+        try:
+            for name, types in _TYPES.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = types, _I
+            for name, argument in (("ncclGetErrorString", _I), ("ncclGetLastError", _P)):
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = (argument,), ctypes.c_char_p
+        except AttributeError as error:
+            raise LaunchError(message(f"{path} is too old, or not NCCL: {error}.", fix=_FIX)) from None
+        version = _I()
+        self.call("ncclGetVersion", ctypes.byref(version))
+        self.version = version.value
+        self.version_text = version_text(self.version)
+        if self.version < OLDEST:
+            raise LaunchError(message(f"NCCL {self.version_text} ({path}) is older than 2.18.", fix=_FIX))
+
+    def call(self, name: str, *arguments: object) -> int:
+        """Call a function without the GIL; returns NCCL's result."""
+        return int(getattr(self._library, name)(*arguments))
+
+    def describe(self, result: int) -> str:
+        """NCCL's texts about a result that is no success, and about the last error of this process."""
+        texts = [self._library.ncclGetErrorString(result), self._library.ncclGetLastError(None)]
+        return "; ".join(text.decode(errors="replace").strip() for text in texts if text and text.strip())
+
+    def unique_id(self) -> str:
+        """A new communicator's key in hexadecimal, which one rank gives to the others."""
+        made = UniqueId()
+        result = self.call("ncclGetUniqueId", ctypes.byref(made))
+        if result != _SUCCESS:
+            fix = "set NCCL_DEBUG=INFO to see why, and NCCL_SOCKET_IFNAME to the interface to use."
+            raise LaunchError(message(f"NCCL cannot begin a communicator: {self.describe(result)}.", fix=fix))
+        return bytes(memoryview(made)).hex()
+
+
+_found: NcclLibrary | None = None
+
+
+def library() -> NcclLibrary:
+    """The NCCL of this process, found at the first call."""
+    global _found
+    if _found is None:
+        _found = _find()
+    return _found
+
+
+def _find() -> NcclLibrary:
+    chosen = config().nccl_library
+    reasons = []
+    for path in [chosen] if chosen else _candidates():
+        try:
+            return NcclLibrary(path)
+        except (OSError, LaunchError) as error:
+            reasons.append(str(error).splitlines()[0])
+    if chosen:
+        fact = f"KVHVD_NCCL_LIBRARY={chosen} cannot be used: {reasons[0].rstrip('.')}."
+        raise ConfigError(message(fact, fix="correct or unset it."))
+    raise LaunchError(message("NCCL (libnccl.so.2) is not found.", details=reasons, fix=_FIX))
+
+
+def _candidates() -> Iterator[str]:
+    """Paths in the order of preference: of pip's wheels, of CuPy's installer, of the system."""
+    newest = (driver_version() or max(EXTRAS) * 1000) // 1000
+    for major in sorted(EXTRAS, reverse=True):
+        # The driver runs libraries for its own CUDA and older ones.
+        if major <= newest:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                for file in importlib.metadata.files(f"nvidia-nccl-cu{major}") or ():
+                    if file.name == "libnccl.so.2":
+                        yield str(Path(str(file.locate())).resolve())
+    for path in sorted(Path.home().glob(".cupy/cuda_lib/*/nccl/*/lib*/libnccl.so.2*"), reverse=True):
+        yield str(path)
+    yield "libnccl.so.2"
 
 
 class NcclCommunicator:
-    """This rank's end of a communicator. Collective: returns when all ranks have come."""
+    """This rank's end of a communicator, whose work is enqueued on one stream (an address).
 
-    # All methods but `abort` are called by one thread, in the same order on all ranks.
+    Collective: returns when all ranks have come. One thread calls all methods but `abort`, in the same order on all
+    ranks.
+    """
 
-    def __init__(self, library: NcclLibrary, unique_id: str, rank: int, size: int, timeout_s: float) -> None:
-        self._library = library
-        #: Seconds that any call may take from now on.
+    def __init__(
+        self, library: NcclLibrary, unique_id: str, rank: int, size: int, stream: int, timeout_s: float
+    ) -> None:
+        self._library, self._stream = library, stream
+        #: Limit of every later call, in seconds.
         self.timeout_s = timeout_s
-        self._lock = threading.RLock()  # abort frees what other calls look into
+        self._lock = threading.RLock()  # protects _handle: abort frees its memory
         self._handle = ctypes.c_void_p()
         self._is_grouping = False
-        # An abort may wait for kernels and for NCCL's own threads, and nobody here can bound that. Its thread is
-        # started beforehand and sleeps until then, because Python starts no threads once it ends.
+        # An abort may wait for kernels and for NCCL's own threads, without a limit. Its thread starts now and sleeps,
+        # because Python starts no threads while it ends.
         self._over, self._to_abort = threading.Event(), ctypes.c_void_p()
         self._aborting = threading.Thread(target=self._abort_when_over, name="kvstore_hvd-nccl-abort", daemon=True)
         self._aborting.start()
         arguments = UniqueId.from_buffer_copy(bytes.fromhex(unique_id)), rank, ctypes.byref(Config.non_blocking())
         result = library.call("ncclCommInitRankConfig", ctypes.byref(self._handle), size, *arguments)
         try:
-            if result not in (SUCCESS, IN_PROGRESS):
+            if result not in (_SUCCESS, _IN_PROGRESS):
                 raise self._failure("the ranks cannot meet", result)
             self._settle("the ranks' meeting")
         except TransportError as error:
@@ -68,71 +226,69 @@ class NcclCommunicator:
             self.abort()
             raise
 
-    # -- What can be enqueued ----------------------------------------------------------------------------------
+    # -- Operations to enqueue -----------------------------------------------------------------------------------------
 
-    def allreduce(
-        self, source: int, target: int, count: int, dtype: str, op: str, stream: int, factor: float = 1.0
-    ) -> None:
+    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, factor: float = 1.0) -> None:
         """Reduce over all ranks into every `target`, which may be the `source`."""
         with self._operation(op, dtype, factor) as code:
-            self._enqueue("ncclAllReduce", source, target, count, DTYPES[dtype], code, self._handle, stream)
+            self._enqueue("ncclAllReduce", source, target, count, DTYPES[dtype], code, self._handle, self._stream)
 
-    def reduce(self, source: int, target: int, count: int, dtype: str, op: str, root: int, stream: int) -> None:
+    def reduce(self, source: int, target: int, count: int, dtype: str, op: str, root: int) -> None:
         """As `allreduce`, but only `root` receives the result."""
-        self._enqueue("ncclReduce", source, target, count, DTYPES[dtype], OPS[op], root, self._handle, stream)
+        self._enqueue("ncclReduce", source, target, count, DTYPES[dtype], OPS[op], root, self._handle, self._stream)
 
-    def reduce_scatter(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
+    def reduce_scatter(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
         """Reduce ``count * size`` elements; rank r receives the r-th `count` of the result."""
-        self._enqueue("ncclReduceScatter", source, target, count, DTYPES[dtype], OPS[op], self._handle, stream)
+        self._enqueue("ncclReduceScatter", source, target, count, DTYPES[dtype], OPS[op], self._handle, self._stream)
 
-    def all_gather(self, source: int, target: int, nbytes: int, stream: int) -> None:
+    def all_gather(self, source: int, target: int, nbytes: int) -> None:
         """Put `nbytes` bytes of every rank, in their order, into every `target`."""
-        self._enqueue("ncclAllGather", source, target, nbytes, DTYPES["uint8"], self._handle, stream)
+        self._enqueue("ncclAllGather", source, target, nbytes, DTYPES["uint8"], self._handle, self._stream)
 
-    def broadcast(self, source: int, target: int, nbytes: int, root: int, stream: int) -> None:
+    def broadcast(self, source: int, target: int, nbytes: int, root: int) -> None:
         """Copy `root`'s `source` to every `target`."""
-        self._enqueue("ncclBroadcast", source, target, nbytes, DTYPES["uint8"], root, self._handle, stream)
+        self._enqueue("ncclBroadcast", source, target, nbytes, DTYPES["uint8"], root, self._handle, self._stream)
 
-    def send(self, source: int, nbytes: int, peer: int, stream: int) -> None:
-        """Send bytes to a rank that receives as many; in a `group` with what the others do meanwhile."""
-        self._enqueue("ncclSend", source, nbytes, DTYPES["uint8"], peer, self._handle, stream)
+    def send(self, source: int, nbytes: int, peer: int) -> None:
+        """Send bytes to a rank that receives as many; in one `group` with the other ranks' operations."""
+        self._enqueue("ncclSend", source, nbytes, DTYPES["uint8"], peer, self._handle, self._stream)
 
-    def receive(self, target: int, nbytes: int, peer: int, stream: int) -> None:
+    def receive(self, target: int, nbytes: int, peer: int) -> None:
         """The other end of `send`."""
-        self._enqueue("ncclRecv", target, nbytes, DTYPES["uint8"], peer, self._handle, stream)
+        self._enqueue("ncclRecv", target, nbytes, DTYPES["uint8"], peer, self._handle, self._stream)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
-        """What is enqueued inside becomes one operation: none of it waits for another."""
+        """Make one operation of those enqueued inside: none of them waits for another."""
         self._call("ncclGroupStart")
         self._is_grouping = True
         try:
             yield
         finally:
-            # Also after an error: NCCL counts beginnings and ends in each thread.
+            # Also after an error: NCCL counts starts and ends in each thread.
             self._is_grouping = False
             self._call("ncclGroupEnd")
         self._settle("ncclGroupEnd")
 
-    # -- How it goes -------------------------------------------------------------------------------------------
+    # -- State and end -------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raise what has gone wrong since, on this rank or another."""
+        """Raise the asynchronous error of the communicator, of this rank or another."""
         state = self._state()
-        if state not in (SUCCESS, IN_PROGRESS):
+        if state not in (_SUCCESS, _IN_PROGRESS):
             raise self._failure("operations of the GPUs failed", state)
 
     def abort(self) -> None:
-        """Let everything that is enqueued end soon, undone; from any thread, any number of times. Returns at once."""
-        # The other ranks' operations end when they abort, too.
+        """End all enqueued work soon, undone; from any thread, any number of times. Returns at once."""
+        # The operations of the other ranks end by their own aborts.
         with self._lock:
             if self._handle:
                 self._to_abort, self._handle = self._handle, ctypes.c_void_p()
             self._over.set()
 
     def close(self) -> None:
-        """Give everything back; all that was enqueued is done, and all ranks do it. Aborts when that takes too long."""
-        # A rank that was aborted never comes.
+        """Free everything after all work; collective, with an abort if it takes too long."""
+        # A rank that has aborted never comes.
         self.timeout_s = min(self.timeout_s, _ABORT_S)
         with contextlib.suppress(TransportError, errors.TimeoutError):
             if self._handle:
@@ -145,8 +301,6 @@ class NcclCommunicator:
         self.abort()
         self._aborting.join(_ABORT_S)
 
-    # -- Inside ------------------------------------------------------------------------------------------------
-
     def _abort_when_over(self) -> None:
         self._over.wait()
         if self._to_abort:
@@ -158,18 +312,12 @@ class NcclCommunicator:
             yield OPS[op]
             return
         code, value = ctypes.c_int(), np.array([factor], PREMULTIPLIED[dtype])
-        self._call(
-            "ncclRedOpCreatePreMulSum",
-            ctypes.byref(code),
-            value.ctypes.data,
-            DTYPES[dtype],
-            _HOST_IMMEDIATE,
-            self._handle,
-        )
+        arguments = value.ctypes.data, DTYPES[dtype], _HOST_IMMEDIATE, self._handle
+        self._call("ncclRedOpCreatePreMulSum", ctypes.byref(code), *arguments)
         try:
             yield code.value
         finally:
-            # What was enqueued with it keeps what it needs.
+            # Enqueued operations keep what they need of it.
             with self._lock:
                 if self._handle:
                     self._library.call("ncclRedOpDestroy", code, self._handle)
@@ -181,45 +329,38 @@ class NcclCommunicator:
 
     def _call(self, name: str, *arguments: object) -> None:
         with self._lock:
-            if not self._handle:
-                raise TransportError(message("the GPUs' communicator was aborted."))
+            self._check_handle()
             result = self._library.call(name, *arguments)
-        if result not in (SUCCESS, IN_PROGRESS):
+        if result not in (_SUCCESS, _IN_PROGRESS):
             raise self._failure(f"{name} failed", result)
 
     def _state(self) -> int:
         state = ctypes.c_int()
         with self._lock:
-            if not self._handle:
-                raise TransportError(message("the GPUs' communicator was aborted."))
+            self._check_handle()
             result = self._library.call("ncclCommGetAsyncError", self._handle, ctypes.byref(state))
-        return state.value if result == SUCCESS else result
+        return state.value if result == _SUCCESS else result
+
+    def _check_handle(self) -> None:
+        if not self._handle:
+            raise TransportError(message("the GPUs' communicator was aborted."))
 
     def _settle(self, what: str) -> None:
-        """Until NCCL takes the next call; no call may be made before."""
+        """Wait until NCCL accepts the next call; no call is allowed before."""
         clock = RunningClock()
         while True:
             state = self._state()
-            if state == SUCCESS:
+            if state == _SUCCESS:
                 return
-            if state != IN_PROGRESS:
+            if state != _IN_PROGRESS:
                 raise self._failure(f"{what} failed", state)
             waited = clock.elapsed()
             if waited > self.timeout_s:
                 self.abort()
-                raise errors.TimeoutError(
-                    message(
-                        f"NCCL has not finished {what} within {self.timeout_s:g} s; the communicator is aborted.",
-                        fix="set NCCL_DEBUG=INFO to see whom it waits for.",
-                    )
-                )
+                fact = f"NCCL has not finished {what} within {self.timeout_s:g} s; the communicator is aborted."
+                raise errors.TimeoutError(message(fact, fix="set NCCL_DEBUG=INFO to see whom it waits for."))
             time.sleep(0 if waited < _SPIN_S else _PAUSE_S)
 
     def _failure(self, what: str, result: int) -> TransportError:
-        said = self._library.describe(result)
-        return TransportError(
-            message(
-                f"NCCL {self._library.version_text}: {what}: {said}.",
-                fix="set NCCL_DEBUG=WARN to see more, and restart the workers.",
-            )
-        )
+        fact = f"NCCL {self._library.version_text}: {what}: {self._library.describe(result)}."
+        return TransportError(message(fact, fix="set NCCL_DEBUG=WARN to see more, and restart the workers."))

@@ -1,10 +1,11 @@
 """NCCL, for workers that each have a GPU of their own.
 
-Large tensors that need no factor, or one that NCCL applies as exactly as we do, are reduced where they lie. Others are
-packed by our kernels, which scale and round them, reduced together, and unpacked. NCCL chooses the order of additions:
-all workers get the same bits, but not always those of the CPU engine. Where little is sent, and where NCCL means
-something else (its minimum and maximum lose NaN), all workers' parts are gathered and every worker reduces them itself,
-in the order of ranks and with the CPU engine's bits.
+NCCL reduces large tensors where they lie, if they need no factor, or one that NCCL applies as exactly as our kernels.
+Our kernels pack other tensors into a buffer, which scales and rounds them; NCCL reduces the buffer, and our kernels
+unpack it. NCCL chooses the order of additions: all workers get the same bits, but not always those of the CPU engine.
+
+Small tensors, and minima and maxima of floats (NCCL's lose NaN), are gathered from all workers. Every worker reduces
+them itself in the order of ranks, with the bits of the CPU engine.
 """
 
 from __future__ import annotations
@@ -16,41 +17,44 @@ import numpy as np
 
 from kvstore_hvd.errors import KVHvdError, TransportError
 from kvstore_hvd.gpu import kernels
-from kvstore_hvd.gpu.devices import Device, Residents, activate
 from kvstore_hvd.gpu.executor import (
     ALIGNMENT,
-    END_S,
     Batch,
     Completion,
-    EventCompletion,
-    Executor,
+    DeviceExecutor,
     Piece,
     buffer_bytes,
     input_of,
+    inputs_of,
+    outputs_of,
     rounds,
 )
-from kvstore_hvd.gpu.launcher import Launcher, Members, Reduction, Segment
-from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
+from kvstore_hvd.gpu.kernels import Segment
+from kvstore_hvd.gpu.launcher import ENTRIES, Launcher
 from kvstore_hvd.gpu.module import Kernels
-from kvstore_hvd.gpu.nccl import PREMULTIPLIED, NcclCommunicator
-from kvstore_hvd.gpu.nccl_library import NcclLibrary
-from kvstore_hvd.gpu.ring_executor import reduction_of
-from kvstore_hvd.gpu.runtime import close_all
-from kvstore_hvd.gpu.streams import Event, Stream
-from kvstore_hvd.gpu.tables import ENTRIES
+from kvstore_hvd.gpu.nccl import PREMULTIPLIED, NcclCommunicator, NcclLibrary
+from kvstore_hvd.gpu.ring_executor import RingExecutor
+from kvstore_hvd.gpu.runtime import Device, activate, close_all
+from kvstore_hvd.gpu.streams import DeviceMemory, Event, PinnedMemory
 from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.native.records import DeviceOperation
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SUMS = ("sum", "average")
-#: From this size on a tensor is worth an operation of its own.
+# Bytes from which a tensor is reduced where it lies.
 _DIRECT_BYTES = 1 << 20
-#: Up to this size, of all workers' parts together, gathering and reducing them costs no more than NCCL's reduction.
+# Bytes of all workers' parts up to which gathering and reducing them costs no more than NCCL's reduction.
 _GATHERED_BYTES = 256 << 10
+# Bytes of a batch up to which our kernels end sooner than NCCL begins.
+_SMALL_BYTES = 64 << 10
 
 
-class NcclExecutor(Executor):
+class NcclExecutor(DeviceExecutor):
     """Reduces by NCCL. Collective: returns when all workers have come."""
+
+    #: Executor of small batches, on the same stream. All workers enqueue in the same order, so kernels of one executor
+    #: never wait beside those of the other.
+    small: RingExecutor | None = None
 
     def __init__(
         self,
@@ -64,13 +68,12 @@ class NcclExecutor(Executor):
         timeout_s: float,
         start_timeout_s: float,
     ) -> None:
-        activate(ordinal)
-        self._residents = Residents(ordinal)
-        self._rank, self._size, self._ordinal, self._timeout_s = rank, size, ordinal, timeout_s
-        # First: up to CUDA 11 a thread that has only named its device has no context, and NCCL would take GPU 0.
-        self.stream = Stream()
+        # The stream comes first: up to CUDA 11 a thread that has only chosen its device has no context, and NCCL would
+        # take GPU 0.
+        super().__init__(ordinal, timeout_s)
+        self._rank, self._size = rank, size
         try:
-            self._nccl = NcclCommunicator(library, unique_id, rank, size, start_timeout_s)
+            self._nccl = NcclCommunicator(library, unique_id, rank, size, self.stream.address, start_timeout_s)
         except KVHvdError:
             self.stream.close()
             raise
@@ -82,164 +85,114 @@ class NcclExecutor(Executor):
         except TransportError:
             self._nccl.abort()
             raise
-        self._address = self.stream.address
-        # What is gathered lies behind this worker's own part.
+        # The staging memory holds this worker's part, and behind it the gathered parts.
         self._part = 1 << (self._capacity // (size + 1)).bit_length() - 1
         self._gathered = self._staging.address + self._part
         self._worlds: dict[int, int] = {}  # by the bytes between the parts of two workers
-        self._told: tuple[PinnedMemory, DeviceMemory] | None = None
+        self._rows: tuple[PinnedMemory, DeviceMemory] | None = None
 
-    # -- Operations --------------------------------------------------------------------------------------------
+    # -- Operations ----------------------------------------------------------------------------------------------------
 
-    def allreduce(self, batch: Batch) -> Completion:
-        """See `Executor.allreduce`."""
-        self._enter(batch)
-        reduction = reduction_of(batch[0])
-        item = ITEM_BYTES[reduction.dtype]
-        if self._must_gather(reduction) or sum(each.count for each in batch) * item * self._size <= _GATHERED_BYTES:
-            self._allreduce_gathered(batch, reduction)
-            return self._completion()
+    def start(self, collective: str, batch: Batch) -> Completion:
+        nbytes = sum(request.count * ITEM_BYTES[request.dtype] for request in batch)
+        if self.small is not None and nbytes <= _SMALL_BYTES:
+            return self.small.start(collective, batch)
+        return super().start(collective, batch)
+
+    def allreduce(self, batch: Batch) -> None:
+        how = batch[0]
+        nbytes = sum(each.count for each in batch) * ITEM_BYTES[how.dtype]
+        if _must_gather(how) or nbytes * self._size <= _GATHERED_BYTES:
+            self._allreduce_gathered(batch)
+            return
+        before, after = _factors(how)
+        can_be_direct = kernels.packed_dtype(how.dtype, how.op, how.as_half) == how.dtype and after == 1.0
+        can_be_direct = can_be_direct and (before == 1.0 or (how.op in _SUMS and how.dtype in PREMULTIPLIED))
         direct: list[DeviceOperation] = []
         packed: list[DeviceOperation] = []
         for request in batch:
-            (direct if self._is_direct(request, reduction) else packed).append(request)
+            is_direct = can_be_direct and request.count * ITEM_BYTES[how.dtype] >= _DIRECT_BYTES
+            (direct if is_direct else packed).append(request)
         if direct:
             with self._nccl.group():
                 for request in direct:
-                    self._reduce_in_place(request, reduction)
+                    source, target = input_of(request), request.outputs[0]
+                    self._nccl.allreduce(source, target, request.count, how.dtype, how.op, before)
             for request in direct:
                 self._spread(request)
-        self._allreduce_packed(packed, reduction)
-        return self._completion()
+        if packed:
+            self._allreduce_packed(packed)
 
-    def broadcast(self, batch: Batch) -> Completion:
-        """See `Executor.broadcast`."""
-        self._enter(batch)
+    def broadcast(self, batch: Batch) -> None:
         root, unit = batch[0].root, ITEM_BYTES[batch[0].dtype]
         with self._nccl.group():
             for request in batch:
                 if request.count:
                     # NCCL reads it on the root only.
                     source = input_of(request) if self._rank == root else request.outputs[0]
-                    self._nccl.broadcast(source, request.outputs[0], request.count * unit, root, self._address)
+                    self._nccl.broadcast(source, request.outputs[0], request.count * unit, root)
         for request in batch:
             self._spread(request)
-        return self._completion()
 
-    def exchange(self, batch: Batch) -> Completion:
-        """See `Executor.exchange`. Waits until all workers have told what they take."""
-        self._enter(batch)
+    def exchange(self, batch: Batch) -> None:
+        """Waits until all workers have told their parts."""
         for request in batch:
-            taken = self._parts_of_all(request)
+            parts_of_all = self._parts_of_all(request)
             source, target = input_of(request), request.outputs[0]
             with self._nccl.group():
-                for rank, parts in enumerate(taken):
+                for rank, parts in enumerate(parts_of_all):
                     for giver, start, nbytes, _ in parts:
                         if giver == self._rank != rank and nbytes:
-                            self._nccl.send(source + start, nbytes, rank, self._address)
+                            self._nccl.send(source + start, nbytes, rank)
                 for giver, _, nbytes, place in request.parts:
                     if giver != self._rank and nbytes:
-                        self._nccl.receive(target + place, nbytes, giver, self._address)
+                        self._nccl.receive(target + place, nbytes, giver)
             for giver, start, nbytes, place in request.parts:
                 if giver == self._rank:
                     self.stream.copy(target + place, source + start, nbytes)
-        return self._completion()
 
-    def reducescatter(self, batch: Batch) -> Completion:
-        """See `Executor.reducescatter`. Waits until all workers have told which part they take."""
-        self._enter(batch)
-        reduction = reduction_of(batch[0])
-        item = ITEM_BYTES[reduction.dtype]
-        scales = reduction.prescale, reduction.postscale
+    def reducescatter(self, batch: Batch) -> None:
+        """Waits until all workers have told their parts."""
+        how = batch[0]
+        item = ITEM_BYTES[how.dtype]
         for request in batch:
             parts = [each[0] if each else (0, 0, 0, 0) for each in self._parts_of_all(request)]
             even = request.count * item // self._size
-            if scales == (1.0, 1.0) and not self._must_gather(reduction) and _is_even(parts, even):
-                target, place = request.outputs[0], parts[self._rank][3]
-                arguments = even // item, reduction.dtype, reduction.op, self._address
-                self._nccl.reduce_scatter(input_of(request), target + place, *arguments)
-            elif self._must_gather(reduction):
-                self._scatter_gathered(request, reduction)
+            # Every rank takes as much, in their order, and together all.
+            is_even = all((part[1], part[2]) == (rank * even, even) for rank, part in enumerate(parts))
+            if _must_gather(how):
+                self._scatter_gathered(request)
+            elif how.prescale == how.postscale == 1.0 and is_even:
+                target = request.outputs[0] + parts[self._rank][3]
+                self._nccl.reduce_scatter(input_of(request), target, even // item, how.dtype, how.op)
             else:
-                self._scatter_packed(request, reduction, parts)
-        return self._completion()
-
-    def _enter(self, batch: Batch) -> None:
-        activate(self._ordinal)
-        self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
-
-    # -- How it goes -------------------------------------------------------------------------------------------
-
-    def abort(self) -> None:
-        """See `Executor.abort`."""
-        self._nccl.abort()
-        self._launcher.abort()
-
-    def end(self, limit_s: float) -> bool:
-        """See `Executor.end`."""
-        self.abort()
-        return self.stream.drain(limit_s)
-
-    def close(self) -> None:
-        """See `Executor.close`."""
-        activate(self._ordinal)
-        self._nccl.close()
-        told = [memory.close for memory in self._told or ()]
-        # What does not end keeps its memory: CUDA would wait for it without a limit.
-        if self.stream.drain(END_S):
-            close_all(self._launcher.close, self._staging.close, *told, self.stream.close)
-
-    def _check(self) -> None:
-        self._nccl.check()
-        self._launcher.check()
-
-    def _completion(self) -> Completion:
-        return EventCompletion(self.stream, self._check, self.abort, self._timeout_s)
-
-    # -- In place ----------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _is_direct(request: DeviceOperation, reduction: Reduction) -> bool:
-        if request.count * ITEM_BYTES[request.dtype] < _DIRECT_BYTES or _packed_dtype(reduction) != request.dtype:
-            return False
-        before, after = _factors(reduction)
-        return after == 1.0 and (before == 1.0 or (reduction.op in _SUMS and request.dtype in PREMULTIPLIED))
-
-    def _reduce_in_place(self, request: DeviceOperation, reduction: Reduction) -> None:
-        place = input_of(request), request.outputs[0]
-        factor, _ = _factors(reduction)
-        self._nccl.allreduce(*place, request.count, request.dtype, reduction.op, self._address, factor)
+                self._scatter_packed(request, parts)
 
     def _spread(self, request: DeviceOperation) -> None:
         first, *others = request.outputs
         for other in others:
             self.stream.copy(other, first, request.count * ITEM_BYTES[request.dtype])
 
-    # -- Packed ------------------------------------------------------------------------------------------------
+    # -- Packed --------------------------------------------------------------------------------------------------------
 
-    def _allreduce_packed(self, batch: Batch, reduction: Reduction) -> None:
-        dtype, packed = reduction.dtype, _packed_dtype(reduction)
+    def _allreduce_packed(self, batch: Batch) -> None:
+        dtype, op = batch[0].dtype, batch[0].op
+        packed = kernels.packed_dtype(dtype, op, batch[0].as_half)
         item, unit = ITEM_BYTES[packed], ITEM_BYTES[dtype]
-        before, after = _factors(reduction)
+        before, after = _factors(batch[0])
         buffer = self._staging.address
-        most = ENTRIES // max((len(request.outputs) for request in batch), default=1)
+        most = ENTRIES // max(len(request.outputs) for request in batch)
         for pieces in rounds([request.count for request in batch], item, self._capacity, most):
-            self._launcher.copy(_segments(batch, pieces, unit), buffer, True, dtype, packed, before)
-            count = buffer_bytes(pieces, item) // item
-            self._nccl.allreduce(buffer, buffer, count, packed, reduction.op, self._address)
-            outputs = [
-                Segment(address + piece.start * unit, piece.offset, piece.length)
-                for piece in pieces
-                for address in batch[piece.request].outputs
-            ]
-            self._launcher.copy(outputs, buffer, False, dtype, packed, after)
+            self._launcher.copy(inputs_of(batch, pieces, unit, 1), buffer, True, dtype, packed, before)
+            self._nccl.allreduce(buffer, buffer, buffer_bytes(pieces, item) // item, packed, op)
+            self._launcher.copy(outputs_of(batch, pieces, unit, 1), buffer, False, dtype, packed, after)
 
-    def _scatter_packed(self, request: DeviceOperation, reduction: Reduction, parts: Sequence[Sequence[int]]) -> None:
-        dtype, unit = reduction.dtype, ITEM_BYTES[reduction.dtype]
-        before, after = _factors(reduction)
+    def _scatter_packed(self, request: DeviceOperation, parts: Sequence[Sequence[int]]) -> None:
+        dtype, unit = request.dtype, ITEM_BYTES[request.dtype]
+        before, after = _factors(request)
         buffer = self._staging.address
         for pieces in rounds([request.count], unit, self._capacity, 1):
-            self._launcher.copy(_segments([request], pieces, unit), buffer, True, dtype, dtype, before)
+            self._launcher.copy(inputs_of([request], pieces, unit, 1), buffer, True, dtype, dtype, before)
             (piece,) = pieces
             own: list[tuple[int, int, int]] = []
             with self._nccl.group():
@@ -249,36 +202,26 @@ class NcclExecutor(Executor):
                     if low >= high:
                         continue
                     address = buffer + (low - piece.start) * unit
-                    self._nccl.reduce(address, address, high - low, dtype, reduction.op, rank, self._address)
+                    self._nccl.reduce(address, address, high - low, dtype, request.op, rank)
                     if rank == self._rank:
                         own.append((request.outputs[0] + place + low * unit - start, address, high - low))
             for target, address, count in own:
                 # Copies that convert begin at whole vectors, so each has a buffer of its own.
                 self._launcher.copy([Segment(target, 0, count)], address, False, dtype, dtype, after)
 
-    # -- Gathered ----------------------------------------------------------------------------------------------
+    # -- Gathered ------------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def _must_gather(reduction: Reduction) -> bool:
-        return reduction.op in ("min", "max") and reduction.dtype in _FLOATS
-
-    def _allreduce_gathered(self, batch: Batch, reduction: Reduction) -> None:
-        unit = ITEM_BYTES[reduction.dtype]
+    def _allreduce_gathered(self, batch: Batch) -> None:
+        unit = ITEM_BYTES[batch[0].dtype]
         most = ENTRIES // max(len(request.outputs) for request in batch)
         for pieces in rounds([request.count for request in batch], unit, self._part, most):
-            outputs = [
-                Segment(address + piece.start * unit, piece.offset, piece.length * unit)
-                for piece in pieces
-                for address in batch[piece.request].outputs
-            ]
-            world = self._gather(batch, pieces, reduction)
-            self._reduce_gathered(world, reduction, outputs)
+            self._reduce_gathered(batch[0], self._gather(batch, pieces), outputs_of(batch, pieces, unit, unit))
 
-    def _scatter_gathered(self, request: DeviceOperation, reduction: Reduction) -> None:
-        unit = ITEM_BYTES[reduction.dtype]
+    def _scatter_gathered(self, request: DeviceOperation) -> None:
+        unit = ITEM_BYTES[request.dtype]
         for pieces in rounds([request.count], unit, self._part, 1):
             (piece,) = pieces
-            world = self._gather([request], pieces, reduction)
+            world = self._gather([request], pieces)
             for _, start, nbytes, place in request.parts:
                 low = max(piece.start * unit, start)
                 high = min((piece.start + piece.length) * unit, start + nbytes)
@@ -286,31 +229,32 @@ class NcclExecutor(Executor):
                     continue
                 offset = low - piece.start * unit
                 head = offset % ALIGNMENT
-                # Kernels begin at whole vectors: the packed part, which is no longer needed, takes what is before.
+                # Kernels begin at whole vectors: the bytes before the part go, with it, to this worker's own part of
+                # the staging memory, which has been gathered.
                 beside = Segment(self._staging.address, offset - head, high - low + head)
-                self._reduce_gathered(world, reduction, [beside])
+                self._reduce_gathered(request, world, [beside])
                 target = request.outputs[0] + place + low - start
                 self.stream.copy(target, self._staging.address + head, high - low)
 
-    def _gather(self, batch: Batch, pieces: Sequence[Piece], reduction: Reduction) -> int:
-        """Gather all workers' pieces; returns where the kernels read of it."""
-        unit = ITEM_BYTES[reduction.dtype]
-        self._launcher.copy(_segments(batch, pieces, unit), self._staging.address, True, reduction.dtype)
-        # A few distances serve all sizes: what a kernel knows of the workers' memory need not be written each time.
+    def _gather(self, batch: Batch, pieces: Sequence[Piece]) -> int:
+        """Gather all workers' pieces; returns the world whose staging memory they are."""
+        unit = ITEM_BYTES[batch[0].dtype]
+        inputs = inputs_of(batch, pieces, unit, 1)
+        self._launcher.copy(inputs, self._staging.address, True, batch[0].dtype)
+        # A few distances serve all sizes, so that few worlds are written to the device.
         nbytes = min(self._part, max(512, 1 << (buffer_bytes(pieces, unit) - 1).bit_length()))
-        self._nccl.all_gather(self._staging.address, self._gathered, nbytes, self._address)
+        self._nccl.all_gather(self._staging.address, self._gathered, nbytes)
         if nbytes not in self._worlds:
             staging = [self._gathered + rank * nbytes for rank in range(self._size)]
-            nothing = [0] * self._size
-            self._worlds[nbytes] = self._launcher.world(Members(self._rank, staging, nothing, nothing))
+            self._worlds[nbytes] = self._launcher.world(self._rank, staging)
         return self._worlds[nbytes]
 
-    def _reduce_gathered(self, world: int, reduction: Reduction, outputs: Sequence[Segment]) -> None:
-        name = kernels.allreduce_kernel("oneshot", reduction.dtype, reduction.op, as_half=reduction.as_half)
+    def _reduce_gathered(self, how: DeviceOperation, world: int, outputs: Sequence[Segment]) -> None:
+        name = kernels.allreduce_kernel("oneshot", how.dtype, how.op, as_half=how.as_half)
         nbytes = max(each.offset + each.size for each in outputs)
-        self._launcher.collective(name, world, reduction, [], outputs, nbytes, meet=False)
+        self._launcher.collective(name, world, how, [], outputs, nbytes, meet=False)
 
-    # -- What the others take ----------------------------------------------------------------------------------
+    # -- Parts of the other workers ------------------------------------------------------------------------------------
 
     def _parts_of_all(self, request: DeviceOperation) -> list[list[tuple[int, int, int, int]]]:
         """Every worker's parts of a request, which only the worker itself knows."""
@@ -321,51 +265,62 @@ class NcclExecutor(Executor):
             known = min(room, len(request.parts))
             if known:
                 rows[1 : known + 1] = list(request.parts)[:known]
-            told = self._tell(rows)
-            most = int(told[:, 0, 0].max())
+            all_rows = self._all_rows(rows)
+            most = int(all_rows[:, 0, 0].max())
             if most <= room:
-                return [[tuple(row) for row in each[1 : each[0, 0] + 1].tolist()] for each in told]
+                return [[tuple(row) for row in each[1 : each[0, 0] + 1].tolist()] for each in all_rows]
             room = most
 
-    def _tell(self, rows: Any) -> Any:
-        """All workers' rows, which are as many on each."""
+    def _all_rows(self, rows: Any) -> Any:
+        """All workers' rows, of equal shape on all workers."""
         nbytes = rows.nbytes
-        if self._told is None or self._told[0].nbytes < nbytes * (self._size + 1):
-            # The last ones are free: what came with them has been read.
-            close_all(*(memory.close for memory in self._told or ()))
-            self._told = PinnedMemory(nbytes * (self._size + 1)), DeviceMemory(nbytes * (self._size + 1))
-        host, device = self._told
+        if self._rows is None or self._rows[0].nbytes < nbytes * (self._size + 1):
+            # The previous buffers are idle.
+            close_all(*(memory.close for memory in self._rows or ()))
+            self._rows = PinnedMemory(nbytes * (self._size + 1)), DeviceMemory(nbytes * (self._size + 1))
+        host, device = self._rows
         view = host.view(np.int64)
         view[: rows.size] = rows.ravel()
         self.stream.copy(device.address, host.address, nbytes)
-        self._nccl.all_gather(device.address, device.address + nbytes, nbytes, self._address)
+        self._nccl.all_gather(device.address, device.address + nbytes, nbytes)
         self.stream.copy(host.address + nbytes, device.address + nbytes, nbytes * self._size)
         event = Event().record(self.stream)
         self._launcher.wait(event, self._nccl.check)
         event.close()
         return view[rows.size : rows.size * (self._size + 1)].reshape(self._size, *rows.shape).copy()
 
+    # -- End -----------------------------------------------------------------------------------------------------------
 
-def _packed_dtype(reduction: Reduction) -> str:
-    is_half = reduction.as_half and reduction.op in _SUMS and reduction.dtype in ("float32", "float64")
-    return "float16" if is_half else reduction.dtype
+    def check(self) -> None:
+        self._nccl.check()
+        self._launcher.check()
+
+    def abort(self) -> None:
+        if self.small is not None:
+            self.small.abort()
+        self._nccl.abort()
+        self._launcher.abort()
+
+    def close(self) -> None:
+        if self.small is not None:
+            self.small.close()
+        activate(self.ordinal)
+        self._nccl.close()
+        super().close()
+
+    def release(self) -> None:
+        rows = (memory.close for memory in self._rows or ())
+        close_all(self._launcher.close, self._staging.close, *rows, self.stream.close)
 
 
-def _factors(reduction: Reduction) -> tuple[float, float]:
-    """What to multiply with before, and after."""
-    # In sums of floats a factor up to 1 comes before: then nothing overflows on the way that does not at the end.
-    before, after = reduction.prescale, reduction.postscale
-    if reduction.op in _SUMS and reduction.dtype in _FLOATS and abs(after) <= 1.0:
+def _must_gather(how: DeviceOperation) -> bool:
+    return how.op in ("min", "max") and how.dtype in _FLOATS
+
+
+def _factors(how: DeviceOperation) -> tuple[float, float]:
+    """The factors before and after the reduction."""
+    # In sums of floats a factor up to 1 comes before, so that no sum overflows unless the result does.
+    before, after = how.prescale, how.postscale
+    if how.op in _SUMS and how.dtype in _FLOATS and abs(after) <= 1.0:
         return before * after, 1.0
     return before, after
-
-
-def _segments(batch: Batch, pieces: Sequence[Piece], unit: int) -> list[Segment]:
-    return [
-        Segment(input_of(batch[piece.request]) + piece.start * unit, piece.offset, piece.length) for piece in pieces
-    ]
-
-
-def _is_even(parts: Sequence[Sequence[int]], nbytes: int) -> bool:
-    """Whether every rank takes as much, in their order, and all of it is taken."""
-    return all((start, size) == (rank * nbytes, nbytes) for rank, (_, start, size, _) in enumerate(parts))

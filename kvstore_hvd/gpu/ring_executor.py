@@ -1,8 +1,8 @@
-"""Our kernels over memory that the GPUs of one host share: for ranks that have one GPU together, and small messages.
+"""Our kernels over memory that the GPUs of one host share: for ranks that share a GPU, and for small messages.
 
-Tensors are gathered in staging memory that every rank maps; which kernel reduces them there depends on their size. One-
-and two-shot kernels add in the order of ranks, so that results have the bits that the CPU engine gives. Only a tensor
-that is larger than the staging memory, on GPUs that nobody shares, goes around a ring in place.
+Tensors are gathered in staging memory that every rank maps, and reduced there by a kernel for their size. One- and
+two-shot kernels add in the order of ranks, so that results have the bits of the CPU engine. Only a tensor that is
+larger than the staging memory, on GPUs that no ranks share, goes around a ring in place.
 """
 
 from __future__ import annotations
@@ -12,26 +12,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore_hvd.errors import LaunchError, TransportError, message
-from kvstore_hvd.gpu import kernels, shapes
-from kvstore_hvd.gpu.devices import Device, Residents, activate, shared
+from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.executor import (
     ALIGNMENT,
-    END_S,
     Batch,
-    Completion,
-    EventCompletion,
-    Executor,
+    DeviceExecutor,
     Piece,
     buffer_bytes,
     input_of,
+    inputs_of,
+    outputs_of,
     rounds,
 )
-from kvstore_hvd.gpu.launcher import GRACE_S, Launcher, Members, Reduction, Segment
-from kvstore_hvd.gpu.memory import DeviceMemory, PeerMemory
+from kvstore_hvd.gpu.kernels import Segment
+from kvstore_hvd.gpu.launcher import ENTRIES, GRACE_S, Launcher
 from kvstore_hvd.gpu.module import Kernels
-from kvstore_hvd.gpu.runtime import close_all
-from kvstore_hvd.gpu.streams import Stream
-from kvstore_hvd.gpu.tables import ENTRIES
+from kvstore_hvd.gpu.runtime import Device, close_all, shared
+from kvstore_hvd.gpu.streams import DeviceMemory, PeerMemory, Stream
 from kvstore_hvd.native import ITEM_BYTES
 from kvstore_hvd.native.records import DeviceOperation
 
@@ -39,7 +36,7 @@ _LINE = 128
 _SLOT_VECTORS = 2048  # of a ring's slot: 32 KiB
 
 
-class RingExecutor(Executor):
+class RingExecutor(DeviceExecutor):
     """Reduces by kernels that read and write the memory of all ranks' GPUs. Collective: maps that memory."""
 
     def __init__(
@@ -53,133 +50,105 @@ class RingExecutor(Executor):
         stream: Stream | None = None,
     ) -> None:
         if len(devices) > kernels.MAX_RANKS:
-            raise LaunchError(
-                message(
-                    f"{len(devices)} workers have GPUs of one host; our kernels serve {kernels.MAX_RANKS}.",
-                    fix="start fewer, or give each its own GPU and install NCCL.",
-                )
-            )
-        self._rank, self._size, self._ordinal, self._timeout_s = rank, len(devices), ordinal, timeout_s
-        activate(ordinal)
-        self._residents = Residents(ordinal)
-        self._owns_stream = stream is None
-        self._stream = stream if stream is not None else Stream()
+            fact = f"{len(devices)} workers have GPUs of one host; our kernels serve {kernels.MAX_RANKS}."
+            raise LaunchError(message(fact, fix="start fewer, or give each its own GPU and install NCCL."))
+        # The kernels end at their own limit first, with an error that names both ranks.
+        super().__init__(ordinal, timeout_s + GRACE_S, stream)
+        self._closes = [self.stream.close] if stream is None else []
+        self._rank, self._size = rank, len(devices)
         self._is_shared = bool(shared(devices))
         self._half = staging_bytes // 2 // _LINE * _LINE
         self._flip = False
-        fifo_bytes = 0 if self._is_shared else shapes.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
-        places = [0, kernels.CONTROL_BYTES, kernels.CONTROL_BYTES + 2 * self._half]
         sharers = sum(device.uuid == devices[rank].uuid for device in devices)
         self.modules = Kernels(devices[rank].capability, devices[rank].multiprocessors, sharers)
-        # Blocks of a ring are rings of their own, and so as many on every rank: what all have room for.
-        self._ring_limits = shapes.Limits(min(device.multiprocessors for device in devices), 1)
-        self._memory: DeviceMemory | None = None
-        self._peers: list[PeerMemory] = []
-        self._launcher: Launcher | None = None
+        # The number of blocks of a ring is the same on all ranks: it fits the smallest device.
+        self._ring_limits = kernels.Limits(min(device.multiprocessors for device in devices), 1)
         try:
-            bases = self._exchange_memory(places[-1] + fifo_bytes, share)
-            members = Members(
-                rank,
-                staging=[base + places[1] for base in bases],
-                control=[base + places[0] for base in bases],
-                fifo=[base + places[2] if fifo_bytes else 0 for base in bases],
-                slot_vectors=_SLOT_VECTORS,
-            )
-            self._staging = members.staging[rank]
-            self._launcher = Launcher(self.modules, self._stream, timeout_s, self._is_shared)
-            self._world = self._launcher.world(members)
+            # A rank's memory: control, two halves of staging memory, FIFO.
+            fifo, fifo_bytes = kernels.CONTROL_BYTES + 2 * self._half, 0
+            if not self._is_shared:
+                fifo_bytes = kernels.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
+            bases = self._map_memory(fifo + fifo_bytes, share)
+            staging = [base + kernels.CONTROL_BYTES for base in bases]
+            self._staging = staging[rank]
+            self._launcher = Launcher(self.modules, self.stream, timeout_s, self._is_shared)
+            self._closes.append(self._launcher.close)
+            fifos = [base + fifo for base in bases] if fifo_bytes else ()
+            self._world = self._launcher.world(rank, staging, bases, fifos, _SLOT_VECTORS)
             fault = ""
         except (LaunchError, TransportError) as error:
             fault = str(error)
-        # All have it, or nobody does.
+        # One rank's failure is that of all ranks.
         for other, text in enumerate(share(fault)):
             if text:
-                self._give_back()
+                self.release()
                 raise LaunchError(message(f"rank {other} cannot use memory of the GPUs together.", details=[text]))
 
-    def _exchange_memory(self, nbytes: int, share: Callable[[str], list[str]]) -> list[int]:
-        """The addresses of all ranks' memory here."""
+    def _map_memory(self, nbytes: int, share: Callable[[str], list[str]]) -> list[int]:
+        """The addresses of all ranks' memory in this process."""
         own: dict[str, Any] = {"bytes": self._half}
+        memory: DeviceMemory | None = None
         try:
-            self._memory = DeviceMemory(nbytes)
-            own["memory"] = self._memory.export()
+            memory = DeviceMemory(nbytes)
+            self._closes.append(memory.close)
+            own["memory"] = memory.export()
         except TransportError as error:
             own["fault"] = str(error)
         everyone = [json.loads(text) for text in share(json.dumps(own))]
-        for rank, told in enumerate(everyone):
-            if "fault" in told:
-                raise LaunchError(message(f"rank {rank} has no memory to share.", details=[told["fault"]]))
-        if len({told["bytes"] for told in everyone}) > 1:
-            amounts = ", ".join(str(told["bytes"] >> 19) for told in everyone)
-            raise LaunchError(
-                message(
-                    f"the workers have {amounts} MiB of staging memory on their GPUs.",
-                    fix="set KVHVD_GPU_STAGING_MIB alike on all workers.",
-                )
-            )
+        for rank, other in enumerate(everyone):
+            if "fault" in other:
+                raise LaunchError(message(f"rank {rank} has no memory to share.", details=[other["fault"]]))
+        if len({other["bytes"] for other in everyone}) > 1:
+            amounts = ", ".join(str(other["bytes"] >> 19) for other in everyone)
+            fact = f"the workers have {amounts} MiB of staging memory on their GPUs."
+            raise LaunchError(message(fact, fix="set KVHVD_GPU_STAGING_MIB alike on all workers."))
         bases = []
-        for rank, told in enumerate(everyone):
-            if rank == self._rank and self._memory is not None:
-                bases.append(self._memory.address)
-            else:
-                self._peers.append(PeerMemory(told["memory"]))
-                bases.append(self._peers[-1].address)
+        for rank, other in enumerate(everyone):
+            mapped = memory if memory is not None and rank == self._rank else PeerMemory(other["memory"])
+            if mapped is not memory:
+                self._closes.append(mapped.close)
+            bases.append(mapped.address)
         return bases
 
-    # -- Operations --------------------------------------------------------------------------------------------
+    # -- Operations ----------------------------------------------------------------------------------------------------
 
-    def allreduce(self, batch: Batch) -> Completion:
-        """See `Executor.allreduce`."""
-        self._enter(batch)
-        reduction = reduction_of(batch[0])
-        item = ITEM_BYTES[reduction.dtype]
-        if self._size == 1 and reduction.is_plain:
-            # Bit by bit: what a kernel computes of a NaN is another one.
+    def allreduce(self, batch: Batch) -> None:
+        first = batch[0]
+        item, how = ITEM_BYTES[first.dtype], (first.dtype, first.op, first.as_half)
+        if self._size == 1 and first.prescale == first.postscale == 1.0 and kernels.packed_dtype(*how) == first.dtype:
+            # A copy keeps all bits; a kernel would change those of a NaN.
             for request in batch:
                 for output in request.outputs:
-                    self._stream.copy(output, input_of(request), request.count * item)
-            return self._completion()
-        if self._size > 1 and len(batch) == 1 and batch[0].count * item > self._half and not self._is_shared:
-            self._ring(batch[0], reduction)
-            return self._completion()
+                    self.stream.copy(output, input_of(request), request.count * item)
+            return
+        if self._size > 1 and len(batch) == 1 and first.count * item > self._half and not self._is_shared:
+            self._ring(first)
+            return
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count for request in batch], item, self._half, most):
             nbytes = buffer_bytes(pieces, item)
-            way = shapes.choose(self._size, nbytes, self._half)
-            name = kernels.allreduce_kernel(
-                way, reduction.dtype, reduction.op, as_half=reduction.as_half, ranks=self._size
-            )
-            outputs = [
-                Segment(address + piece.start * item, piece.offset, piece.length * item)
-                for piece in pieces
-                for address in batch[piece.request].outputs
-            ]
-            self._launch(name, reduction, _inputs(batch, pieces, item), outputs, nbytes)
-        return self._completion()
+            way = kernels.choose(self._size, nbytes, self._half)
+            name = kernels.allreduce_kernel(way, first.dtype, first.op, as_half=first.as_half, ranks=self._size)
+            inputs, outputs = inputs_of(batch, pieces, item, item), outputs_of(batch, pieces, item, item)
+            self._launch(name, first, inputs, outputs, nbytes)
 
-    def broadcast(self, batch: Batch) -> Completion:
-        """See `Executor.broadcast`."""
-        self._enter(batch)
-        root, unit, bytewise = batch[0].root, ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
+    def broadcast(self, batch: Batch) -> None:
+        root, unit = batch[0].root, ITEM_BYTES[batch[0].dtype]
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
-            inputs = _inputs(batch, pieces, 1) if self._rank == root else []
+            inputs = inputs_of(batch, pieces, 1, 1) if self._rank == root else []
             sources = {segment.pointer for segment in inputs}
             outputs = [
-                Segment(address + piece.start, piece.offset, piece.length, root)
-                for piece in pieces
-                for address in batch[piece.request].outputs
-                if address + piece.start not in sources
+                segment._replace(rank=root)
+                for segment in outputs_of(batch, pieces, 1, 1)
+                if segment.pointer not in sources
             ]
-            self._launch(kernels.exchange_kernel(), bytewise, inputs, outputs, buffer_bytes(pieces, 1))
-        return self._completion()
+            self._launch(kernels.EXCHANGE_KERNEL, batch[0], inputs, outputs, buffer_bytes(pieces, 1))
 
-    def exchange(self, batch: Batch) -> Completion:
-        """See `Executor.exchange`."""
-        self._enter(batch)
-        unit, bytewise = ITEM_BYTES[batch[0].dtype], Reduction(batch[0].dtype, "sum")
+    def exchange(self, batch: Batch) -> None:
+        unit = ITEM_BYTES[batch[0].dtype]
         most = ENTRIES // (1 + max(self._size, *(len(request.parts) for request in batch)))
-        # `count` is the largest of all ranks: so places in the staging memory are equal.
+        # `count` is the largest of all ranks, so places in the staging memory are equal on all of them.
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
             inputs, outputs = [], []
             for piece in pieces:
@@ -192,15 +161,11 @@ class RingExecutor(Executor):
                     if low < high:
                         target = request.outputs[0] + place + low - start
                         outputs.append(Segment(target, piece.offset + low - piece.start, high - low, rank))
-            self._launch(kernels.exchange_kernel(), bytewise, inputs, outputs, buffer_bytes(pieces, 1))
-        return self._completion()
+            self._launch(kernels.EXCHANGE_KERNEL, batch[0], inputs, outputs, buffer_bytes(pieces, 1))
 
-    def reducescatter(self, batch: Batch) -> Completion:
-        """See `Executor.reducescatter`."""
-        self._enter(batch)
-        reduction = reduction_of(batch[0])
-        unit = ITEM_BYTES[reduction.dtype]
-        name = kernels.allreduce_kernel("oneshot", reduction.dtype, reduction.op)
+    def reducescatter(self, batch: Batch) -> None:
+        first = batch[0]
+        unit, name = ITEM_BYTES[first.dtype], kernels.allreduce_kernel("oneshot", first.dtype, first.op)
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, ENTRIES // 2):
             outputs, copies = [], []
             for piece in pieces:
@@ -212,86 +177,47 @@ class RingExecutor(Executor):
                     offset, size = piece.offset + low - piece.start, high - low
                     head = offset % ALIGNMENT
                     if head:
-                        # Kernels begin at whole vectors, so what is before the part is reduced, too. It goes to the
-                        # half of the staging memory that nobody reads any more when the ranks have met.
+                        # Kernels begin at whole vectors, so bytes before the part are reduced, too. The result goes to
+                        # the half of the staging memory that no rank reads any more when the ranks have met.
                         beside = self._staging + self._half * self._flip + offset - head
                         outputs.append(Segment(beside, offset - head, size + head))
                         copies.append((target, beside + head, size))
                     else:
                         outputs.append(Segment(target, offset, size))
-            self._launch(name, reduction, _inputs(batch, pieces, 1), outputs, buffer_bytes(pieces, 1))
+            self._launch(name, first, inputs_of(batch, pieces, 1, 1), outputs, buffer_bytes(pieces, 1))
             for copy in copies:
-                self._stream.copy(*copy)
-        return self._completion()
-
-    def _enter(self, batch: Batch) -> None:
-        activate(self._ordinal)
-        self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
-
-    # -- How it goes -------------------------------------------------------------------------------------------
-
-    def abort(self) -> None:
-        """See `Executor.abort`."""
-        self._launches.abort()
-
-    def end(self, limit_s: float) -> bool:
-        """See `Executor.end`."""
-        self.abort()
-        return self._stream.drain(limit_s)
-
-    def close(self) -> None:
-        """See `Executor.close`."""
-        activate(self._ordinal)
-        # Kernels that wait have ended, or end now: every one of them looks at the abort word. What does not end keeps
-        # its memory: CUDA would wait for it without a limit.
-        if self.end(END_S):
-            self._give_back()
-
-    # -- Inside ------------------------------------------------------------------------------------------------
+                self.stream.copy(*copy)
 
     def _launch(
-        self, name: str, reduction: Reduction, inputs: Sequence[Segment], outputs: Sequence[Segment], nbytes: int
+        self, name: str, how: DeviceOperation, inputs: Sequence[Segment], outputs: Sequence[Segment], nbytes: int
     ) -> None:
-        # Another rank may still read what the launch before has left: the halves take turns.
+        # The halves take turns, because another rank may still read that of the launch before.
         self._flip = not self._flip
-        self._launches.collective(name, self._world, reduction, inputs, outputs, nbytes, self._half * self._flip)
+        self._launcher.collective(name, self._world, how, inputs, outputs, nbytes, self._half * self._flip)
 
-    def _ring(self, request: DeviceOperation, reduction: Reduction) -> None:
-        nbytes = request.count * ITEM_BYTES[reduction.dtype]
-        name = kernels.allreduce_kernel("ring", reduction.dtype, reduction.op, as_half=reduction.as_half)
+    def _ring(self, request: DeviceOperation) -> None:
+        nbytes = request.count * ITEM_BYTES[request.dtype]
+        name = kernels.allreduce_kernel("ring", request.dtype, request.op, as_half=request.as_half)
         first, *others = request.outputs
-        blocks = shapes.ring_channels(nbytes, _SLOT_VECTORS, self._ring_limits)
+        blocks = kernels.ring_channels(nbytes, _SLOT_VECTORS, self._ring_limits)
         inputs, outputs = [Segment(input_of(request), 0, nbytes)], [Segment(first, 0, nbytes)]
-        self._launches.collective(name, self._world, reduction, inputs, outputs, nbytes, blocks=blocks)
+        self._launcher.collective(name, self._world, request, inputs, outputs, nbytes, blocks=blocks)
         for other in others:
-            self._stream.copy(other, first, nbytes)
+            self.stream.copy(other, first, nbytes)
 
-    def _completion(self) -> Completion:
-        # The kernels' own limit comes first: it knows who waits for whom.
-        return EventCompletion(self._stream, self._launches.check, self.abort, self._timeout_s + GRACE_S)
+    # -- End -----------------------------------------------------------------------------------------------------------
 
-    @property
-    def _launches(self) -> Launcher:
-        assert self._launcher is not None, "an executor that could not be made is not used"
-        return self._launcher
+    def check(self) -> None:
+        self._launcher.check()
 
-    def _give_back(self) -> None:
-        owned: list[Any] = [self._launcher, *self._peers, self._memory, self._stream if self._owns_stream else None]
-        close_all(*(each.close for each in owned if each is not None))
+    def abort(self) -> None:
+        # Every kernel that waits looks at the abort word.
+        self._launcher.abort()
 
-
-def reduction_of(request: DeviceOperation) -> Reduction:
-    """How the elements of a batch are combined, told by any of its requests."""
-    return Reduction(request.dtype, request.op, request.prescale, request.postscale, request.as_half)
-
-
-def _inputs(batch: Batch, pieces: Sequence[Piece], unit: int) -> list[Segment]:
-    return [
-        Segment(input_of(batch[piece.request]) + piece.start * unit, piece.offset, piece.length * unit)
-        for piece in pieces
-    ]
+    def release(self) -> None:
+        close_all(*reversed(self._closes))
 
 
 def _overlap(piece: Piece, start: int, nbytes: int) -> tuple[int, int]:
-    """What a piece of bytes has of those from `start` on."""
+    """The bytes of a piece that are among `nbytes` from `start` on."""
     return max(piece.start, start), min(piece.start + piece.length, start + nbytes)

@@ -1,42 +1,65 @@
-"""CuPy, found when the first array on a GPU comes, and what is wrong where it cannot be used.
+"""CuPy, which is imported for the first array on a GPU, and the GPUs of this process and of the other workers.
 
-The only module that imports CuPy. Everything that goes wrong later in CUDA's runtime is turned into this package's
-exceptions by `checked`.
+This module alone imports CuPy. `checked` turns every later error of CUDA's runtime into an exception of this package.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib
 import importlib.metadata
+import json
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.errors import LaunchError, TransportError, message
+from kvstore_hvd.errors import InvalidRequestError, LaunchError, TransportError, message
 
 #: Extra of this package for each major version of CUDA.
 EXTRAS = {11: "gpu-cu11", 12: "gpu-cu12", 13: "gpu-cu13"}
-# The wheel with NVRTC, for each.
+# Wheel with NVRTC for each major version of CUDA.
 _COMPILERS = {11: "nvidia-cuda-nvrtc-cu11", 12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
-_OLDEST, _BEYOND = (13,), (15,)
+# Major versions of CuPy: the oldest, and the first that is too new.
+_OLDEST_CUPY, _BEYOND_CUPY = (13,), (15,)
+# The oldest compute capability: our kernels order memory by acquire and release.
+_OLDEST_CAPABILITY = (7, 0)
+# Memory of two devices never shares a page of 2 MiB.
+_PAGE_BITS = 21
 
 _cupy: Any = None
 
 
 def cupy() -> Any:
-    """The CuPy module, once it is sure that it works with this machine's driver."""
+    """The CuPy module, after a check that it works with this machine's driver."""
     global _cupy
     if _cupy is None:
         _cupy = _import()
     return _cupy
 
 
+@contextlib.contextmanager
+def checked(what: str) -> Iterator[None]:
+    """Turn an error of CUDA's runtime into a `TransportError` that says which action (`what`) failed."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        # CuPy derives CUDARuntimeError, CUDADriverError and OutOfMemoryError from these.
+        if type(error).__module__.partition(".")[0] not in ("cupy", "cupy_backends"):
+            raise
+        text = str(error)
+        fix = "look for a failed kernel of the program itself (CUDA_LAUNCH_BLOCKING=1 names it); restart the workers."
+        if "MemoryAllocation" in text or "out of memory" in text.lower():
+            fix = "use a smaller batch, or lower KVHVD_GPU_STAGING_MIB."
+        raise TransportError(message(f"CUDA failed to {what}: {text}.", fix=fix)) from error
+
+
 def close_all(*closes: Callable[[], None]) -> None:
-    """Call each; what CUDA has against it is left to the log: after a failed kernel it is against everything."""
+    """Call each and log its failure: after a failed kernel CUDA refuses every call."""
     for close in closes:
         try:
             close()
@@ -45,27 +68,23 @@ def close_all(*closes: Callable[[], None]) -> None:
 
 
 def nvrtc_library() -> Any:
-    """CuPy's binding of NVRTC, the compiler; needs neither driver nor GPU."""
+    """CuPy's binding of the compiler NVRTC, which needs neither driver nor GPU."""
     _preload_compiler()
     try:
         nvrtc = importlib.import_module("cupy").cuda.nvrtc
         nvrtc.getVersion()
     except (ImportError, AttributeError, RuntimeError) as error:
-        raise LaunchError(
-            message(
-                f"CuPy finds no compiler for kernels (NVRTC): {error}.",
-                fix="pip install 'kvstore-hvd[gpu-cu12]' (cu11, cu13: as the driver's CUDA), which brings it.",
-            )
-        ) from error
+        fix = "pip install 'kvstore-hvd[gpu-cu12]' (cu11, cu13: as the driver's CUDA), which brings it."
+        raise LaunchError(message(f"CuPy finds no compiler for kernels (NVRTC): {error}.", fix=fix)) from error
     return nvrtc
 
 
 def driver_version() -> int | None:
-    """The newest CUDA that the driver of this machine serves, as ``12040`` for 12.4; None without a driver."""
+    """The newest CUDA that this machine's driver supports, as ``12040`` for 12.4; None without a driver."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
         version = ctypes.c_int()
-        # Asks the library only: no device is touched.
+        # This call touches no device.
         status = library.cuDriverGetVersion(ctypes.byref(version))
     except (OSError, AttributeError):
         return None
@@ -73,8 +92,8 @@ def driver_version() -> int | None:
 
 
 def device_uuid(ordinal: int) -> str:
-    """What names a GPU, or a part of one that MIG made, on all machines, in hexadecimal."""
-    # Asked of the driver: the bytes that CuPy tells end at the first zero.
+    """The UUID of a GPU, or of a MIG instance, in hexadecimal; unique over all hosts."""
+    # The driver gives all 16 bytes; CuPy's text ends at the first zero.
     library = ctypes.CDLL("libcuda.so.1")
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     get = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
@@ -90,24 +109,6 @@ def version_text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-@contextlib.contextmanager
-def checked(what: str) -> Iterator[None]:
-    """Turn errors of CUDA's runtime inside into a `TransportError` that says `what` was being done."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        # CUDARuntimeError, CUDADriverError and OutOfMemoryError of CuPy are such; ours pass.
-        if type(error).__module__.partition(".")[0] not in ("cupy", "cupy_backends"):
-            raise
-        raise TransportError(message(f"CUDA failed to {what}: {error}.", fix=_fix_of(str(error)))) from error
-
-
-def _fix_of(text: str) -> str:
-    if "MemoryAllocation" in text or "out of memory" in text.lower():
-        return "use a smaller batch, or lower KVHVD_GPU_STAGING_MIB."
-    return "look for a failed kernel of the program itself (CUDA_LAUNCH_BLOCKING=1 names it); restart the workers."
-
-
 def _import() -> Any:
     driver = driver_version()
     if driver is None:
@@ -117,15 +118,32 @@ def _import() -> Any:
                 fix="install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all).",
             )
         )
+    major = max((known for known in EXTRAS if known <= driver // 1000), default=min(EXTRAS))
+    install = f"pip install 'kvstore-hvd[{EXTRAS[major]}]' (this driver serves CUDA up to {version_text(driver)})"
     _preload_compiler()
     try:
         module = importlib.import_module("cupy")
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         fact = "arrays on GPUs need CuPy, which is not installed." if missing else f"CuPy cannot be imported: {error}."
-        raise LaunchError(message(fact, fix=f"{_installation(driver)}.")) from error
-    _check_version(module, driver)
-    _check_devices(module, driver)
+        raise LaunchError(message(fact, fix=f"{install}.")) from error
+    numbers = tuple(int(part) for part in str(module.__version__).split(".")[:1] if part.isdigit())
+    if not _OLDEST_CUPY <= numbers < _BEYOND_CUPY:
+        text = "CuPy %s has not been tried with this version of kvstore_hvd, which asks for 13 or 14"
+        log.once("cupy-version", logging.WARNING, text, module.__version__)
+    if getattr(module.cuda.runtime, "is_hip", False):
+        raise LaunchError(message("CuPy is built for ROCm; only CUDA is served.", fix=f"{install}."))
+    try:
+        count = module.cuda.runtime.getDeviceCount()
+    except RuntimeError as error:
+        fact, fix = f"CUDA cannot be started: {error}.", "see whether nvidia-smi works on this machine."
+        if "InsufficientDriver" in str(error):
+            built = f"CuPy {module.__version__} is built for a newer CUDA than {version_text(driver)}"
+            fact, fix = f"{built}, up to which this driver serves it.", f"{install}, or install a newer driver."
+        raise LaunchError(message(fact, fix=fix)) from error
+    if count == 0:
+        fix = "see what CUDA_VISIBLE_DEVICES says, and nvidia-smi -L."
+        raise LaunchError(message("this process sees no GPU.", fix=fix))
     return module
 
 
@@ -149,39 +167,111 @@ def _preload_compiler() -> None:
                     log.logger.debug("NVRTC of %s cannot be loaded: %s", wheel, error)
 
 
-def _installation(driver: int) -> str:
-    major = max((known for known in EXTRAS if known <= driver // 1000), default=min(EXTRAS))
-    return f"pip install 'kvstore-hvd[{EXTRAS[major]}]' (this driver serves CUDA up to {version_text(driver)})"
+# -- Devices -----------------------------------------------------------------------------------------------------------
 
 
-def _check_version(module: Any, driver: int) -> None:
-    numbers = tuple(int(part) for part in str(module.__version__).split(".")[:1] if part.isdigit())
-    if not _OLDEST <= numbers < _BEYOND:
-        log.once(
-            "cupy-version",
-            logging.WARNING,
-            "CuPy %s has not been tried with this version of kvstore_hvd, which asks for 13 or 14",
-            module.__version__,
-        )
-    if getattr(module.cuda.runtime, "is_hip", False):
-        raise LaunchError(message("CuPy is built for ROCm; only CUDA is served.", fix=f"{_installation(driver)}."))
+@dataclass(frozen=True)
+class Device:
+    """One worker's GPU, as it describes it to the other workers."""
 
+    uuid: str
+    name: str
+    host: str  # a `topology.Host.identity`: GPUs of equal hosts can map each other's memory
+    capability: tuple[int, int]
+    multiprocessors: int
+    nccl: int = 0  # version of the worker's NCCL, as 22304 for 2.23.4; 0 without NCCL
 
-def _check_devices(module: Any, driver: int) -> None:
-    try:
-        count = module.cuda.runtime.getDeviceCount()
-    except RuntimeError as error:
-        text = str(error)
-        if "InsufficientDriver" in text:
-            fact = (
-                f"CuPy {module.__version__} is built for a newer CUDA than {version_text(driver)}, up to which this "
-                "driver serves it."
+    @classmethod
+    def of(cls, ordinal: int, host: str, nccl: int = 0) -> Device:
+        """Ask CUDA about the device of this number."""
+        cuda = cupy().cuda.runtime
+        with checked("count the GPUs"):
+            count = int(cuda.getDeviceCount())
+        if not 0 <= ordinal < count:
+            fact = f"this process sees {count} GPU{'' if count == 1 else 's'}, but an array is on GPU {ordinal}."
+            raise LaunchError(message(fact, fix="see what CUDA_VISIBLE_DEVICES says."))
+        with checked(f"ask about GPU {ordinal}"):
+            properties = cuda.getDeviceProperties(ordinal)
+        name = properties["name"]
+        name = name.decode() if isinstance(name, bytes) else str(name)
+        major, minor = capability = int(properties["major"]), int(properties["minor"])
+        if capability < _OLDEST_CAPABILITY:
+            oldest = ".".join(map(str, _OLDEST_CAPABILITY))
+            raise LaunchError(
+                message(
+                    f"{name} (compute capability {major}.{minor}) is too old: {oldest} (Volta) is the oldest that is "
+                    "served.",
+                    fix="train on the CPU of this machine, or on newer GPUs.",
+                )
             )
-            raise LaunchError(message(fact, fix=f"{_installation(driver)}, or install a newer driver.")) from error
-        raise LaunchError(
-            message(f"CUDA cannot be started: {text}.", fix="see whether nvidia-smi works on this machine.")
-        ) from error
-    if count == 0:
-        raise LaunchError(
-            message("this process sees no GPU.", fix="see what CUDA_VISIBLE_DEVICES says, and nvidia-smi -L.")
-        )
+        return cls(device_uuid(ordinal), name, host, capability, int(properties["multiProcessorCount"]), nccl)
+
+    def to_text(self) -> str:
+        """For the other workers."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Device:
+        """The inverse of `to_text`."""
+        fields = json.loads(text)
+        fields["capability"] = tuple(fields["capability"])
+        return cls(**fields)
+
+
+def activate(ordinal: int) -> None:
+    """Make a device this thread's current one."""
+    with checked(f"use GPU {ordinal}"):
+        cupy().cuda.runtime.setDevice(ordinal)
+
+
+@contextlib.contextmanager
+def active(ordinal: int) -> Iterator[None]:
+    """Make a device this thread's current one inside the context."""
+    with checked("ask for the current GPU"):
+        before = int(cupy().cuda.runtime.getDevice())
+    activate(ordinal)
+    try:
+        yield
+    finally:
+        activate(before)
+
+
+class Residents:
+    """Checks that addresses are on one device, and remembers the pages that are."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        self._known: set[int] = set()
+
+    def check(self, addresses: Iterable[int]) -> None:
+        """Refuse addresses that kernels on the device cannot use; 0, of an empty array, passes."""
+        for address in addresses:
+            if address and address >> _PAGE_BITS not in self._known:
+                with checked("ask where an array lies"):
+                    found = int(cupy().cuda.runtime.pointerGetAttributes(address).device)
+                if found != self._ordinal:
+                    place = f"GPU {found}" if found >= 0 else "the CPU"
+                    fact = f"an array is on {place}, but this worker's operations are on GPU {self._ordinal}."
+                    fix = "use one GPU in each worker, and start a worker for each GPU."
+                    raise InvalidRequestError(message(fact, fix=fix))
+                self._known.add(address >> _PAGE_BITS)
+
+
+def reaches(ordinal: int, devices: Sequence[Device]) -> bool:
+    """Whether this device can read and write the memory of all `devices`: on its host, and visible to it."""
+    cuda, own = cupy().cuda.runtime, device_uuid(ordinal)
+    with checked("ask which GPUs reach each other"):
+        visible = {device_uuid(number): number for number in range(cuda.getDeviceCount())}
+        for device in devices:
+            number = visible.get(device.uuid)
+            if device.uuid != own and (number is None or not cuda.deviceCanAccessPeer(ordinal, number)):
+                return False
+    return True
+
+
+def shared(devices: Sequence[Device]) -> dict[str, list[int]]:
+    """The ranks of each GPU that several ranks use, by UUID."""
+    ranks: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks.setdefault(device.uuid, []).append(rank)
+    return {uuid: users for uuid, users in ranks.items() if len(users) > 1}

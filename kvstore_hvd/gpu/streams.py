@@ -1,52 +1,59 @@
-"""Streams and events of CUDA that are polled, never waited for on the host."""
+"""Streams and events of CUDA, which the host polls; memory on a device and how other processes map it; pinned memory.
+
+Other processes get whole allocations that were made here: a handle of CUDA names the allocation, not an address in it,
+and the rest of an allocation of a memory pool or of MXNet may hold anything.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import functools
+import json
 import logging
+import secrets
 import time
 from typing import Any
+
+import numpy as np
 
 from kvstore_hvd import log
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu.runtime import checked, cupy
 
-# Lower numbers are more urgent; what is beyond the device's range counts as its end.
+# Lower numbers are more urgent; CUDA clamps the number to the device's range.
 _HIGHEST = -100
+# Seconds between two queries of an event while a stream drains.
 _PAUSE_S = 0.0002
 _DONE, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
+# The driver rounds allocations up to this many bytes.
+_GRANULE = 2 << 20
 
 
 class Event:
-    """A place in a stream; belongs to the device that is current when it is made."""
+    """A place in a stream, on the device that is current when the event is made."""
 
     def __init__(self) -> None:
         runtime = cupy().cuda.runtime
         with checked("create an event"):
             self.address = int(runtime.eventCreateWithFlags(runtime.eventDisableTiming))
 
-    def record(self, stream: Stream | int) -> Event:
-        """Put it behind what the stream has now, instead of where it was; returns itself."""
+    def record(self, stream: Stream) -> Event:
+        """Move the event behind all work of the stream; returns itself."""
         with checked("record an event"):
-            cupy().cuda.runtime.eventRecord(self.address, address_of(stream))
+            cupy().cuda.runtime.eventRecord(self.address, stream.address)
         return self
 
     def done(self) -> bool:
-        """Whether all before it is done; True for one that was never recorded."""
+        """Whether all work before the event is done; True before `record`."""
         with checked("ask whether operations on the device are done"):
             status = int(cupy().cuda.runtime.eventQuery(self.address))
         if status not in (_DONE, _NOT_READY):
-            raise TransportError(
-                message(
-                    f"operations on the device failed (cudaError {status}).",
-                    fix="look for a failed kernel of the program itself: CUDA_LAUNCH_BLOCKING=1 names it.",
-                )
-            )
+            fix = "look for a failed kernel of the program itself: CUDA_LAUNCH_BLOCKING=1 names it."
+            raise TransportError(message(f"operations on the device failed (cudaError {status}).", fix=fix))
         return status == _DONE
 
     def close(self) -> None:
-        """Give it back; never used again."""
         if self.address:
             address, self.address = self.address, 0
             with checked("destroy an event"):
@@ -54,7 +61,7 @@ class Event:
 
 
 class Stream:
-    """A stream of the highest priority that does not wait for the default stream, on the device that is current."""
+    """A stream of the highest priority on the current device; it does not wait for the default stream."""
 
     def __init__(self) -> None:
         runtime = cupy().cuda.runtime
@@ -70,19 +77,19 @@ class Stream:
         return self.address
 
     def copy(self, destination: int, source: int, count: int) -> None:
-        """Enqueue a copy of `count` bytes between any two addresses, of devices or pinned memory."""
+        """Enqueue a copy of `count` bytes between two addresses of devices or pinned memory."""
         if count and destination != source:
             runtime = cupy().cuda.runtime
             with checked("copy"):
                 runtime.memcpyAsync(destination, source, count, runtime.memcpyDefault, self.address)
 
     def synchronize(self) -> None:
-        """Wait until all that was enqueued is done. Only where nothing in it waits for another worker."""
+        """Wait for all work of the stream, which must not wait for another worker."""
         with checked("wait for a stream"):
             cupy().cuda.runtime.streamSynchronize(self.address)
 
     def drain(self, limit_s: float) -> bool:
-        """Wait until all that was enqueued is done, or has failed; False when it is not so after `limit_s` seconds."""
+        """Wait until all work of the stream is done or has failed; False if it still runs after `limit_s` seconds."""
         end = Deadline(limit_s)
         try:
             event = Event().record(self)
@@ -93,12 +100,12 @@ class Stream:
                 time.sleep(_PAUSE_S)
             event.close()
         except TransportError as error:
-            # The device has failed, and runs nothing of this process any more.
+            # A failed device runs no work of this process any more.
             log.logger.debug("%s", error)
         return True
 
     def close(self) -> None:
-        """Give it back; what is enqueued still runs."""
+        """Destroy the stream; its work still runs."""
         if self.address:
             address, self.address = self.address, 0
             with checked("destroy a stream"):
@@ -106,8 +113,8 @@ class Stream:
 
 
 def _by_the_driver(runtime: Any) -> int:
-    """A stream of high priority with CuPy 13, which has no call for it; the driver's streams are the runtime's, too."""
-    runtime.deviceSynchronize()  # makes the device's context, which the driver asks for
+    """A stream of high priority from the driver: CuPy 13 has no call for it, and both kinds of streams are the same."""
+    runtime.deviceSynchronize()  # creates the device's context, which the driver needs
     made = ctypes.c_void_p()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority(
@@ -121,6 +128,88 @@ def _by_the_driver(runtime: Any) -> int:
     return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
 
 
-def address_of(stream: Any) -> int:
-    """That of a `Stream`; an address is one already."""
-    return stream.address if isinstance(stream, Stream) else int(stream)
+# -- Memory ------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1)
+def _this_process() -> str:
+    """A name of this process; process ids repeat in containers that share a GPU."""
+    return secrets.token_hex(8)
+
+
+class DeviceMemory:
+    """Zeroed memory on the current device."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(1, -(-nbytes // _GRANULE)) * _GRANULE
+        runtime = cupy().cuda.runtime
+        with checked(f"allocate {self.nbytes >> 20} MiB on the GPU"):
+            self.address = int(runtime.malloc(self.nbytes))
+            runtime.memset(self.address, 0, self.nbytes)
+            # Other streams and processes do not wait for the default stream, which zeroes the memory. A wait for the
+            # whole device could deadlock: its kernels may wait for this thread.
+            runtime.streamSynchronize(0)
+
+    def export(self) -> str:
+        """The argument of a `PeerMemory`, of this process only where CUDA cannot share memory."""
+        exported: dict[str, Any] = {"process": _this_process(), "address": self.address}
+        try:
+            with checked("share memory of the GPU with other processes"):
+                exported["handle"] = bytes(cupy().cuda.runtime.ipcGetMemHandle(self.address)).hex()
+        except TransportError as error:
+            exported["fault"] = str(error)
+        return json.dumps(exported)
+
+    def close(self) -> None:
+        """Free the memory, after all its `PeerMemory`."""
+        if self.address:
+            address, self.address = self.address, 0
+            with checked("free memory of the GPU"):
+                cupy().cuda.runtime.free(address)
+
+
+class PeerMemory:
+    """Another worker's `DeviceMemory`, mapped for the current device."""
+
+    def __init__(self, exported: str) -> None:
+        fields = json.loads(exported)
+        # CUDA refuses to map memory in the process that exported it.
+        self._is_mapped = fields["process"] != _this_process()
+        if not self._is_mapped:
+            self.address = int(fields["address"])
+            return
+        if "fault" in fields:
+            raise TransportError(fields["fault"])
+        runtime = cupy().cuda.runtime
+        with checked("map memory of another worker's GPU"):
+            self.address = int(
+                runtime.ipcOpenMemHandle(bytes.fromhex(fields["handle"]), runtime.cudaIpcMemLazyEnablePeerAccess)
+            )
+
+    def close(self) -> None:
+        if self._is_mapped and self.address:
+            address, self.address = self.address, 0
+            with checked("unmap memory of another worker's GPU"):
+                cupy().cuda.runtime.ipcCloseMemHandle(address)
+
+
+class PinnedMemory:
+    """Memory of the host that devices copy to and from asynchronously."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        runtime = cupy().cuda.runtime
+        with checked(f"allocate {nbytes} bytes of pinned memory"):
+            self.address = int(runtime.hostAlloc(nbytes, runtime.hostAllocPortable))
+
+    def view(self, dtype: Any = np.uint8) -> Any:
+        """The memory as a NumPy array, valid until `close`."""
+        raw = (ctypes.c_char * self.nbytes).from_address(self.address)
+        return np.frombuffer(memoryview(raw), dtype)
+
+    def close(self) -> None:
+        """Free the memory, after all copies."""
+        if self.address:
+            address, self.address = self.address, 0
+            with checked("free pinned memory"):
+                cupy().cuda.runtime.freeHost(address)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import kvstore_hvd
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import KVHvdError
-from kvstore_hvd.gpu import nccl_library, runtime
+from kvstore_hvd.gpu import nccl, runtime
 from kvstore_hvd.horovod import alias as horovod_alias
 from kvstore_hvd.world import mpi as mpi_world
 
@@ -46,7 +46,7 @@ def _gpus() -> str:
 
 
 def _nccl() -> str:
-    found = nccl_library.library()
+    found = nccl.library()
     return f"{found.version_text} ({found.path})"
 
 

@@ -9,7 +9,7 @@ from typing import Any, Union
 from kvstore_hvd import gpu
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, NotInitializedError, message
 from kvstore_hvd.gpu import runtime
-from kvstore_hvd.gpu.nccl_library import library
+from kvstore_hvd.gpu.nccl import library
 from kvstore_hvd.mxnet import process_sets as sets
 from kvstore_hvd.timeline import start_timeline, stop_timeline
 from kvstore_hvd.world import process

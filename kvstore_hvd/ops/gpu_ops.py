@@ -9,8 +9,8 @@ from typing import Any
 from kvstore_hvd import native
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, is_on_gpu, synchronize
-from kvstore_hvd.gpu.devices import active
 from kvstore_hvd.gpu.executor import Executor
+from kvstore_hvd.gpu.runtime import active
 from kvstore_hvd.native.records import DeviceOperation
 from kvstore_hvd.world import process
 from kvstore_hvd.world.gpus import create_executor
@@ -100,6 +100,6 @@ def _run_alone(collective: str, operation: DeviceOperation, device: int) -> None
         if device not in _executors:
             _executors[device] = create_executor(None, process.current().topology, device)
         executor = _executors[device]
-        completion = getattr(executor, collective)([operation])
+        completion = executor.start(collective, [operation])
         while not completion.done():
             time.sleep(_LOOK_S)

@@ -1,4 +1,4 @@
-"""Which executor a world gets for its GPUs: the workers tell each other what they have, and decide alike."""
+"""The executor of a world's GPUs: the workers exchange what they have, and all choose the same path."""
 
 from __future__ import annotations
 
@@ -9,94 +9,132 @@ from collections.abc import Callable, Sequence
 from kvstore_hvd import log, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError, LaunchError, message
-from kvstore_hvd.gpu.devices import Device, activate, choose_path, reaches, shared
-from kvstore_hvd.gpu.executor import Executor, SplitExecutor
+from kvstore_hvd.gpu.executor import Executor
 from kvstore_hvd.gpu.kernels import MAX_RANKS
+from kvstore_hvd.gpu.nccl import OLDEST, library, version_text
 from kvstore_hvd.gpu.nccl_executor import NcclExecutor
-from kvstore_hvd.gpu.nccl_library import OLDEST, library, version_text
 from kvstore_hvd.gpu.ring_executor import RingExecutor
+from kvstore_hvd.gpu.runtime import Device, activate, reaches, shared
 from kvstore_hvd.gpu.staged_executor import StagedExecutor
 from kvstore_hvd.world.agree import exchange
 from kvstore_hvd.world.topology import Host, Topology
 
-# What our kernels do sooner than NCCL begins; and their staging memory for it: two halves.
-_SMALL_BYTES = 64 << 10
+# Bytes of staging memory of our kernels beside NCCL: two halves.
 _SMALL_STAGING = 2 << 20
 
 
 def create_executor(engine: native.Engine | None, topology: Topology, ordinal: int) -> Executor:
     """Make this worker's executor for arrays on one of its GPUs. Collective; the device becomes the current one."""
-    talk = _Talk(engine, topology)
-    devices = [Device.from_text(text) for text in talk.agreed("cannot use the GPU", lambda: _describe(ordinal))]
+    number = 0
+
+    def share(text: str) -> list[str]:
+        """Every worker's text; every exchange has a name of its own."""
+        nonlocal number
+        number += 1
+        return exchange(engine, topology, f"gpu/{number}", text)
+
+    def agreed(fault: str, answer: Callable[[], str]) -> list[str]:
+        """Every worker's answer. If one of them fails, all raise its error."""
+        cause: KVHvdError | None = None
+        try:
+            own = {"answer": answer()}
+        except KVHvdError as error:
+            own, cause = {"fault": str(error)}, error
+        everyone = [json.loads(text) for text in share(json.dumps(own))]
+        faults = {rank: each["fault"] for rank, each in enumerate(everyone) if "fault" in each}
+        if not faults:
+            return [each["answer"] for each in everyone]
+        details = []
+        for text in dict.fromkeys(faults.values()):
+            same = [rank for rank, each in faults.items() if each == text]
+            details += [f"{topology.rank_list(same)}:", *text.splitlines()]
+        ranks = topology.rank_list(faults)
+        fix = "see what each of them says; KVHVD_GPU_PATH=staged asks nothing of the GPUs."
+        raise LaunchError(message(f"{ranks} {fault}.", details=details, fix=fix, **topology.speaker)) from cause
+
+    rank, size = topology.rank, topology.size
+    devices = [Device.from_text(text) for text in agreed("cannot use the GPU", lambda: _describe(ordinal))]
     activate(ordinal)
-    reach = all(json.loads(text) for text in talk.agreed("cannot ask", lambda: json.dumps(reaches(ordinal, devices))))
-    wish = config().gpu_path
-    wishes = talk.tell(wish)
+    reach = all(json.loads(text) for text in agreed("cannot ask", lambda: json.dumps(reaches(ordinal, devices))))
+    wish, timeout_s, staging = config().gpu_path, config().timeout_s, config().gpu_staging_mib << 20
+    wishes = share(wish)
     if len(set(wishes)) > 1:
         details = topology.listed(wishes)
         fact = "the workers disagree on KVHVD_GPU_PATH."
         raise LaunchError(message(fact, details=details, fix="set it alike on all workers.", **topology.speaker))
     # A world of one sends nothing: kernels copy and scale.
-    alone = topology.size == 1 and wish != "nccl"
+    alone = size == 1 and wish != "nccl"
     path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish, OLDEST)
-    _say(path, reason, devices)
-    has_small = (
-        wish == "auto"
-        and reach
-        and topology.size <= MAX_RANKS
-        and len({device.host for device in devices}) == 1
-        and not shared(devices)
-    )
-    return _make(path, talk, topology, devices, ordinal, has_small)
-
-
-def _make(
-    path: str, talk: _Talk, topology: Topology, devices: Sequence[Device], ordinal: int, has_small: bool
-) -> Executor:
-    """The executor of a path; `has_small`: our kernels serve what is small, beside NCCL."""
-    rank, size = topology.rank, topology.size
-    staging, timeout_s = config().gpu_staging_mib << 20, config().timeout_s
-    made: list[Executor] = []
-
-    def make_nccl() -> str:
-        arguments = rank, size, devices[rank], ordinal, staging, timeout_s, config().start_timeout_s
-        made.append(NcclExecutor(library(), unique_id, *arguments))
-        return ""
-
+    _log_path(path, reason, devices)
     if path == "nccl":
-        unique_id = talk.agreed("cannot start NCCL", lambda: library().unique_id() if rank == 0 else "")[0]
-        talk.agreed("cannot join the others by NCCL", make_nccl, made)
-        large = made[0]
-        if not has_small or not isinstance(large, NcclExecutor):
-            return large
+        unique_id = agreed("cannot start NCCL", lambda: library().unique_id() if rank == 0 else "")[0]
+        made: list[NcclExecutor] = []
+
+        def make() -> str:
+            arguments = rank, size, devices[rank], ordinal, staging, timeout_s, config().start_timeout_s
+            made.append(NcclExecutor(library(), unique_id, *arguments))
+            return ""
+
         try:
-            small = RingExecutor(rank, devices, ordinal, _SMALL_STAGING, timeout_s, talk.tell, large.stream)
-        except LaunchError as error:
-            log.once("gpu-small", logging.INFO, "small arrays on GPUs are reduced by NCCL, too: %s", error)
-            return large
-        return SplitExecutor(small, large, _SMALL_BYTES)
+            agreed("cannot join the others by NCCL", make)
+        except LaunchError:
+            for executor in made:
+                executor.abort()
+                executor.close()
+            raise
+        is_one_host = len({device.host for device in devices}) == 1
+        if wish == "auto" and reach and size <= MAX_RANKS and is_one_host and not shared(devices):
+            stream = made[0].stream
+            try:
+                made[0].small = RingExecutor(rank, devices, ordinal, _SMALL_STAGING, timeout_s, share, stream)
+            except LaunchError as error:
+                log.once("gpu-small", logging.INFO, "small arrays on GPUs are reduced by NCCL, too: %s", error)
+        return made[0]
     if path == "kernels":
         try:
-            return RingExecutor(rank, devices, ordinal, staging, timeout_s, talk.tell)
+            return RingExecutor(rank, devices, ordinal, staging, timeout_s, share)
         except LaunchError as error:
-            # On all workers alike. Whoever demands this way, or has no other, gets the error.
-            if config().gpu_path != "auto" or talk.engine is None:
+            # All workers fail alike. There is no other path if the user demands this one, or for a worker alone.
+            if wish != "auto" or engine is None:
                 raise
-            _say("staged", str(error), devices)
-    assert talk.engine is not None, "a worker alone takes another way"
-    return StagedExecutor(talk.engine, rank, ordinal, timeout_s)
+            _log_path("staged", str(error), devices)
+    assert engine is not None, "a worker alone takes another way"
+    return StagedExecutor(engine, rank, ordinal, timeout_s)
+
+
+def choose_path(devices: Sequence[Device], reach: bool, wish: str, oldest_nccl: int) -> tuple[str, str]:
+    """The path of a world's arrays, and the reason; the same on all workers."""
+    users = shared(devices)
+    against_nccl = ""
+    if users:
+        uuid, ranks = next(iter(users.items()))
+        listed = ", ".join(map(str, ranks))
+        against_nccl = f"ranks {listed} share one GPU ({devices[ranks[0]].name}, UUID {uuid}), which NCCL refuses"
+    elif min(device.nccl for device in devices) < oldest_nccl:
+        rank = min(range(len(devices)), key=lambda r: devices[r].nccl)
+        against_nccl = f"rank {rank} has no NCCL {oldest_nccl // 10000}.{oldest_nccl // 100 % 100} or newer"
+    is_one_host = len({device.host for device in devices}) == 1
+    against_kernels = "" if is_one_host and reach else "not all GPUs reach each other's memory"
+    against = {"nccl": against_nccl, "kernels": against_kernels, "staged": ""}
+    if wish != "auto":
+        if against[wish]:
+            fact = f"KVHVD_GPU_PATH={wish} is not possible: {against[wish]}."
+            raise LaunchError(message(fact, fix="unset KVHVD_GPU_PATH."))
+        return wish, "" if wish == "nccl" else "KVHVD_GPU_PATH says so"
+    path = next(name for name, fault in against.items() if not fault)
+    return path, "; ".join(filter(None, (against[name] for name in ("nccl", "kernels") if name != path)))
 
 
 def _describe(ordinal: int) -> str:
     try:
         nccl = library().version
-    except LaunchError as error:  # not a ConfigError: what the user demands is not left out in silence
+    except LaunchError as error:  # a ConfigError passes: the user demands the library that it names
         log.logger.debug("no NCCL: %s", error)
         nccl = 0
     return Device.of(ordinal, Host.here().identity, nccl).to_text()
 
 
-def _say(path: str, reason: str, devices: Sequence[Device]) -> None:
+def _log_path(path: str, reason: str, devices: Sequence[Device]) -> None:
     if path == "staged":
         text = "arrays on GPUs are copied to the host and back for every operation, which is slow: %s"
         log.once("gpu-path", logging.WARNING, text, reason)
@@ -106,39 +144,3 @@ def _say(path: str, reason: str, devices: Sequence[Device]) -> None:
         versions = sorted({device.nccl for device in devices})
         text = "arrays on GPUs are reduced by NCCL %s"
         log.once("gpu-path", logging.INFO, text, ", ".join(map(version_text, versions)))
-
-
-class _Talk:
-    """What the workers tell each other while they set out; every text has a name of its own."""
-
-    def __init__(self, engine: native.Engine | None, topology: Topology) -> None:
-        self.engine, self._topology = engine, topology
-        self._number = 0
-
-    def tell(self, text: str) -> list[str]:
-        """Every worker's text."""
-        self._number += 1
-        return exchange(self.engine, self._topology, f"gpu/{self._number}", text)
-
-    def agreed(self, fault: str, answer: Callable[[], str], made: Sequence[Executor] = ()) -> list[str]:
-        """Every worker's answer; where one has none, all raise why, and what was made is closed."""
-        cause: Exception | None = None
-        try:
-            told = {"answer": answer()}
-        except KVHvdError as error:
-            told, cause = {"fault": str(error)}, error
-        texts = [json.loads(text) for text in self.tell(json.dumps(told))]
-        faults = {rank: each["fault"] for rank, each in enumerate(texts) if "fault" in each}
-        if faults:
-            for executor in made:
-                executor.abort()
-                executor.close()
-            details = []
-            for text in dict.fromkeys(faults.values()):
-                same = [rank for rank, each in faults.items() if each == text]
-                details += [f"{self._topology.rank_list(same)}:", *text.splitlines()]
-            ranks = self._topology.rank_list(faults)
-            fix = "see what each of them says; KVHVD_GPU_PATH=staged asks nothing of the GPUs."
-            text = message(f"{ranks} {fault}.", details=details, fix=fix, **self._topology.speaker)
-            raise LaunchError(text) from cause
-        return [each["answer"] for each in texts]

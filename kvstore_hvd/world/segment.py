@@ -15,7 +15,7 @@ from kvstore_hvd.base import cores
 from kvstore_hvd.base.limits import limit_of, open_below
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, LaunchError, message
-from kvstore_hvd.gpu.device_thread import DeviceThread
+from kvstore_hvd.gpu.executor import DeviceThread
 from kvstore_hvd.world.gpus import create_executor
 from kvstore_hvd.world.links import end_links_at_exit, start_link
 from kvstore_hvd.world.meeting import share_segment

@@ -15,7 +15,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu import runtime
-from kvstore_hvd.gpu.devices import Device, activate
+from kvstore_hvd.gpu.runtime import Device, activate
 from support.fake_cuda import fake_cuda
 from support.gpu_memory import Arena, DeviceArray
 from support.host_kernels import compiled, host_kernels, loaded

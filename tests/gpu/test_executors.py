@@ -10,8 +10,8 @@ import pytest
 from kvstore_hvd import errors, native
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu.nccl import library
 from kvstore_hvd.gpu.nccl_executor import NcclExecutor
-from kvstore_hvd.gpu.nccl_library import library
 from kvstore_hvd.gpu.ring_executor import RingExecutor
 from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.gpu_ranks import PATIENCE_S, Exchange, combined, device_operation, finish, on_ranks, samples
@@ -115,10 +115,11 @@ class TestNcclAlone:
         ranks = NcclRanks(device, 1)
         given = samples(0, count, "float32")
         array = new(given)
-        finish(ranks.executors[0].allreduce([device_operation([array.address], [array.address], count, op=op)]))
+        request = device_operation([array.address], [array.address], count, op=op)
+        finish(ranks.executors[0].start("allreduce", [request]))
         np.testing.assert_array_equal(array.content, given)
         request = device_operation([array.address], [array.address], count, "float32", "sum", 2.0, 0.25)
-        finish(ranks.executors[0].allreduce([request]))
+        finish(ranks.executors[0].start("allreduce", [request]))
         np.testing.assert_array_equal(array.content.view(np.float32), given.view(np.float32) / 2)
         ranks.close()
 
@@ -132,7 +133,7 @@ def test_eight_ranks_many_times(rings, new):
     def work(rank, executor):
         for _ in range(50):
             batch = [device_operation([a.address], [b.address], a.nbytes // 4) for a, b in arrays[rank]]
-            for completion in [executor.allreduce(batch), executor.allreduce(batch[:2])]:
+            for completion in [executor.start("allreduce", batch), executor.start("allreduce", batch[:2])]:
                 finish(completion)
 
     world.run(work)
@@ -146,7 +147,7 @@ def test_a_rank_that_does_not_come(rings, new):
     world = rings(2, timeout_s=0.5)
     array = new(samples(0, 100_000, "float32"))
     start = time.monotonic()
-    completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 100_000)])
+    completion = world.executors[0].start("allreduce", [device_operation([array.address], [array.address], 100_000)])
     with pytest.raises(errors.TimeoutError, match=r"rank 0 waited 0.5 s for rank 1's GPU"):
         finish(completion)
     assert time.monotonic() - start < 5
@@ -155,7 +156,7 @@ def test_a_rank_that_does_not_come(rings, new):
 def test_an_abort_is_quick(rings, new):
     world = rings(2, timeout_s=60.0)
     array = new(samples(0, 100_000, "float32"))
-    completion = world.executors[0].allreduce([device_operation([array.address], [array.address], 100_000)])
+    completion = world.executors[0].start("allreduce", [device_operation([array.address], [array.address], 100_000)])
     time.sleep(0.2)
     assert not completion.done()
     start = time.monotonic()

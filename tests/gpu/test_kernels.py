@@ -8,13 +8,14 @@ import pytest
 from kvstore_hvd import native
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.executor import buffer_bytes, rounds
-from kvstore_hvd.gpu.launcher import Launcher, Reduction, Segment
+from kvstore_hvd.gpu.kernels import Segment
+from kvstore_hvd.gpu.launcher import Launcher
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import cupy
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.native import ITEM_BYTES
 from support.gpu_ranks import PATIENCE_S, combined, samples
-from support.virtual_ranks import VirtualRanks
+from support.virtual_ranks import Reduction, VirtualRanks
 
 STAGING = 1 << 20
 SIZES = (1, 2, 4, 8)
@@ -142,7 +143,7 @@ def test_exchange(ranks, new):
     inputs = [[Segment(array.address, 0, 999)] for array in arrays]
     outputs = [[Segment(array.address, 0, 999, (rank + 1) % ranks.size)] for rank, array in enumerate(results)]
     ranks.launch(
-        kernels.exchange_kernel(), Reduction("uint8", "sum"), ranks.prepare(inputs, outputs), inputs, outputs, 999
+        kernels.EXCHANGE_KERNEL, Reduction("uint8", "sum"), ranks.prepare(inputs, outputs), inputs, outputs, 999
     )
     finish(ranks.stream)
     for rank, array in enumerate(results):

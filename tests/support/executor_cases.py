@@ -16,7 +16,7 @@ import pytest
 from kvstore_hvd import native
 from kvstore_hvd.errors import TransportError
 from kvstore_hvd.gpu.executor import Executor
-from kvstore_hvd.gpu.tables import ENTRIES
+from kvstore_hvd.gpu.launcher import ENTRIES
 from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
 from support.patience import patient
 
@@ -54,7 +54,7 @@ def in_place(world: Ranks, new: New, given: list[Any], count: int, *how: Any, **
 
     def work(rank: int, executor: Executor) -> Any:
         array = new(given[rank])
-        finish(executor.allreduce([device_operation([array.address], [array.address], count, *how, **more)]))
+        finish(executor.start("allreduce", [device_operation([array.address], [array.address], count, *how, **more)]))
         return array.content.copy()
 
     return world.run(work)
@@ -74,7 +74,7 @@ class ExecutorCases:
                 outputs = [(empty(new, count * unit), empty(new, count * unit)) for count in counts]
                 places = zip(inputs, outputs, counts)
                 batch = [device_operation([a.address], [b.address, c.address], n, dtype) for a, (b, c), n in places]
-                finish(executor.allreduce(batch))
+                finish(executor.start("allreduce", batch))
                 for array, raw, (one, other) in zip(inputs, given[rank], outputs):
                     np.testing.assert_array_equal(array.content, raw)
                     np.testing.assert_array_equal(one.content, other.content)
@@ -113,7 +113,7 @@ class ExecutorCases:
         def work(rank: int, executor: Executor) -> Any:
             array = new(given[rank])
             places = [[array.address + 4 * n] for n in range(count)]
-            finish(executor.allreduce([device_operation(place, place, 1) for place in places]))
+            finish(executor.start("allreduce", [device_operation(place, place, 1) for place in places]))
             return array.content.copy()
 
         for result in ranks(2).run(work):
@@ -132,7 +132,7 @@ class ExecutorCases:
                     device_operation(inputs, [each.address for each in outputs], count, "uint8", root=root),
                     device_operation([small.address], [small.address], 1, "uint8", root=root),
                 ]
-                finish(executor.broadcast(batch))
+                finish(executor.start("broadcast", batch))
                 assert small.content[0] == 7 + root
                 return [array.content.copy() for array in outputs]
 
@@ -157,7 +157,7 @@ class ExecutorCases:
                 source, target = new(given[rank], 5), empty(new, place, 1)
                 more: Any = {"parts": parts, "contributed": counts[rank]}
                 request = device_operation([source.address], [target.address], max(counts), "uint8", **more)
-                finish(executor.exchange([request, request]))
+                finish(executor.start("exchange", [request, request]))
                 return target.content.copy()
 
             for rank, result in enumerate(world.run(work)):
@@ -179,7 +179,7 @@ class ExecutorCases:
                 parts = [(rank, 4 * sum(counts[:rank]), 4 * counts[rank], 0)]
                 places = [source.address], [target.address]
                 request = device_operation(*places, total, "float32", op, *scales, parts=parts)
-                finish(executor.reducescatter([request]))
+                finish(executor.start("reducescatter", [request]))
                 return target.content.copy()
 
             result = np.concatenate(world.run(work))
@@ -206,7 +206,7 @@ class ExecutorCases:
                 executor.abort()
                 return
             array = new(samples(rank, 100_000, "float32"))
-            completion = executor.allreduce([device_operation([array.address], [array.address], 100_000)])
+            completion = executor.start("allreduce", [device_operation([array.address], [array.address], 100_000)])
             assert not completion.done()
             are_waiting.wait(patient(30))
             # Every worker aborts when it hears that the world is lost.

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from kvstore_hvd.gpu.memory import DeviceMemory
 from kvstore_hvd.gpu.runtime import cupy
-from kvstore_hvd.gpu.streams import Stream
+from kvstore_hvd.gpu.streams import DeviceMemory, Stream
 
 __all__ = ["Arena", "DeviceArray"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_hvd import native
-from kvstore_hvd.gpu.devices import Device, activate
 from kvstore_hvd.gpu.ring_executor import RingExecutor
+from kvstore_hvd.gpu.runtime import Device, activate
 from support.gpu_memory import Arena, DeviceArray
 from support.gpu_ranks import combined, device_operation, finish, samples
 from support.patience import patient
@@ -46,15 +46,14 @@ def main(rank: int, size: int, folder: Path) -> None:
         for count in COUNTS:
             given = [samples(each, count, dtype) for each in range(size)]
             array = DeviceArray(arena, given[rank])
-            finish(executor.allreduce([device_operation([array.address], [array.address], count, dtype)]))
+            finish(executor.start("allreduce", [device_operation([array.address], [array.address], count, dtype)]))
             np.testing.assert_array_equal(array.content, combined(given, dtype, "sum"))
-            finish(
-                executor.broadcast([device_operation([array.address], [array.address], count, dtype, root=size - 1)])
-            )
+            request = device_operation([array.address], [array.address], count, dtype, root=size - 1)
+            finish(executor.start("broadcast", [request]))
             target = DeviceArray(arena, np.zeros(count * unit * size, np.uint8))
             parts = [(each, 0, count * unit, each * count * unit) for each in range(size)]
             request = device_operation([array.address], [target.address], count, dtype, parts=parts, contributed=count)
-            finish(executor.exchange([request]))
+            finish(executor.start("exchange", [request]))
             np.testing.assert_array_equal(target.content, np.tile(combined(given, dtype, "sum"), size))
             arena.reset()
     share("done")

@@ -19,18 +19,6 @@ class HostExecutor(Executor):
         self.fails = ""  # with this text, at the next batch
         self.hangs = False  # at the next batch, until it is aborted
 
-    def allreduce(self, batch: Batch) -> Completion:
-        return self._start("allreduce", batch)
-
-    def broadcast(self, batch: Batch) -> Completion:
-        return self._start("broadcast", batch)
-
-    def exchange(self, batch: Batch) -> Completion:
-        return self._start("exchange", batch)
-
-    def reducescatter(self, batch: Batch) -> Completion:
-        return self._start("reducescatter", batch)
-
     def abort(self) -> None:
         self.is_aborted = True
 
@@ -39,9 +27,12 @@ class HostExecutor(Executor):
         return True  # nothing is enqueued on a device
 
     def close(self) -> None:
+        self.release()
+
+    def release(self) -> None:
         self.is_closed = True
 
-    def _start(self, collective: str, batch: Batch) -> Completion:
+    def start(self, collective: str, batch: Batch) -> Completion:
         if self.fails:
             raise RuntimeError(self.fails)
         number = len(self.batches)

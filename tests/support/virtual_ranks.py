@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore_hvd import native
-from kvstore_hvd.gpu import kernels, shapes
-from kvstore_hvd.gpu.devices import Device
-from kvstore_hvd.gpu.launcher import Reduction, Segment
-from kvstore_hvd.gpu.memory import DeviceMemory, PinnedMemory
+from kvstore_hvd.gpu import kernels
+from kvstore_hvd.gpu.kernels import Segment
 from kvstore_hvd.gpu.module import Kernels
-from kvstore_hvd.gpu.runtime import cupy
-from kvstore_hvd.gpu.streams import Event, Stream
+from kvstore_hvd.gpu.runtime import Device, cupy
+from kvstore_hvd.gpu.streams import DeviceMemory, Event, PinnedMemory, Stream
 
-__all__ = ["VirtualRanks"]
+__all__ = ["Reduction", "VirtualRanks"]
 
 _LINE = 128
+
+
+class Reduction(NamedTuple):
+    """How elements are combined: the fields of an operation that decide it."""
+
+    dtype: str
+    op: str
+    prescale: float = 1.0
+    postscale: float = 1.0
+    as_half: bool = False
 
 
 class VirtualRanks:
@@ -30,7 +38,7 @@ class VirtualRanks:
         self.size, self.stream, self._timeout_s = size, Stream(), timeout_s
         self.staging_bytes, self.slot_vectors, self._flip = -(-staging_bytes // _LINE) * _LINE, slot_vectors, False
         self.modules = Kernels(device.capability, device.multiprocessors, size)
-        fifo = shapes.fifo_bytes(kernels.MAX_CHANNELS, slot_vectors)
+        fifo = kernels.fifo_bytes(kernels.MAX_CHANNELS, slot_vectors)
         self._memory = [DeviceMemory(kernels.CONTROL_BYTES + fifo + 2 * self.staging_bytes) for _ in range(size)]
         self._words = PinnedMemory(2 * _LINE * size)
         self.words = self._words.view(np.uint32)
@@ -53,14 +61,14 @@ class VirtualRanks:
 
     def staging(self, rank: int) -> int:
         """Where the staging memory begins that the next launch uses."""
-        start = kernels.CONTROL_BYTES + shapes.fifo_bytes(kernels.MAX_CHANNELS, self.slot_vectors)
+        start = kernels.CONTROL_BYTES + kernels.fifo_bytes(kernels.MAX_CHANNELS, self.slot_vectors)
         return self._memory[rank].address + start + self.staging_bytes * (not self._flip)
 
     def prepare(self, inputs: Sequence[Sequence[Segment]], outputs: Sequence[Sequence[Segment]]) -> tuple[int, int]:
         """Put the ranks' tables on the device; for `launch`, any number of times."""
         addresses, place = [], self._tables
         for tables in (inputs, outputs):
-            whole = np.concatenate([self._table(table)[0] for table in tables])
+            whole = np.concatenate([kernels.table(table, kernels.TILE_BYTES)[0] for table in tables])
             addresses.append(self._put(whole, place) if len(whole) else 0)
             place += whole.nbytes
         return addresses[0], addresses[1]
@@ -87,10 +95,10 @@ class VirtualRanks:
         launch["op"], launch["meet"] = native.OPS[reduction.op], 1
         limits = self.modules.limits(name, reduction.dtype)
         if not blocks and "_ring_" in name:
-            blocks = shapes.ring_channels(nbytes, self.slot_vectors, limits)
+            blocks = kernels.ring_channels(nbytes, self.slot_vectors, limits)
         elif not blocks:
-            tiles = [self._table(table)[1] for table in (*inputs, *outputs)]
-            blocks = shapes.direct_blocks(max(*tiles, -(-nbytes // kernels.TILE_BYTES)), limits)
+            tiles = [kernels.table(table, kernels.TILE_BYTES)[1] for table in (*inputs, *outputs)]
+            blocks = kernels.direct_blocks(max(*tiles, -(-nbytes // kernels.TILE_BYTES)), limits)
         arguments = np.uint64(self._worlds), launch
         self.modules.launch(name, reduction.dtype, blocks, arguments, self.stream, waits=True, players=self.size)
 
@@ -109,11 +117,6 @@ class VirtualRanks:
         owned: list[Any] = [*self._memory, self._words, self._host, self._device, self.stream]
         for each in owned:
             each.close()
-
-    @staticmethod
-    def _table(segments: Sequence[Segment]) -> tuple[Any, int]:
-        pointers, offsets, sizes, ranks = zip(*segments) if segments else ((), (), (), ())
-        return shapes.segments(pointers, offsets, sizes, tile=kernels.TILE_BYTES, ranks=ranks)
 
     def _put(self, table: Any, place: int) -> int:
         self._host.view()[place : place + table.nbytes] = table.view(np.uint8)

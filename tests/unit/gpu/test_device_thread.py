@@ -9,8 +9,7 @@ import pytest
 
 from kvstore_hvd import errors
 from kvstore_hvd.errors import TransportError
-from kvstore_hvd.gpu.device_thread import DeviceThread
-from kvstore_hvd.gpu.executor import ALIGNMENT, buffer_bytes, rounds
+from kvstore_hvd.gpu.executor import ALIGNMENT, DeviceThread, buffer_bytes, rounds
 from support.patience import patient
 
 
@@ -46,7 +45,7 @@ def test_whatever_fails_nobody_waits_for_it(error, told):
     seen = []
     engine = Engine(seen)
     rest = dict.fromkeys(("abort.side_effect", "close.side_effect", "end.side_effect"), ValueError("not even that"))
-    thread = DeviceThread(engine, lambda ordinal: Mock(**{"allreduce.side_effect": error, **rest}))
+    thread = DeviceThread(engine, lambda ordinal: Mock(**{"start.side_effect": error, **rest}))
     thread.start(0)
     assert engine.ended.wait(patient(10))
     with pytest.MonkeyPatch.context() as patch:
@@ -60,14 +59,14 @@ def test_a_batch_that_fails_on_the_way_ends_on_the_device_first(waits):
     seen = []
     engine, begun, aborted = Engine(seen), threading.Event(), threading.Event()
 
-    def allreduce(batch):
+    def start(collective, batch):
         seen.append("enqueued")
         begun.set()
         if waits:
             assert aborted.wait(patient(30)), "nobody has aborted it"
         raise TransportError("failed on the way")
 
-    device = Mock(allreduce=allreduce, abort=aborted.set)
+    device = Mock(start=start, abort=aborted.set)
     device.end.side_effect = lambda limit_s: seen.append("device ended") or True
     device.close.side_effect = lambda: seen.append("closed")
     thread = DeviceThread(engine, lambda ordinal: device)

@@ -8,8 +8,8 @@ import pytest
 
 from kvstore_hvd import log, native
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.gpu.devices import Device
 from kvstore_hvd.gpu.ring_executor import RingExecutor
+from kvstore_hvd.gpu.runtime import Device
 from kvstore_hvd.gpu.staged_executor import StagedExecutor
 from kvstore_hvd.world import gpus
 from kvstore_hvd.world.gpus import create_executor

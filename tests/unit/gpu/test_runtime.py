@@ -11,9 +11,10 @@ import pytest
 
 from kvstore_hvd import config
 from kvstore_hvd.errors import ConfigError, LaunchError
-from kvstore_hvd.gpu import cache, kernels, nccl_library, runtime, shapes
-from kvstore_hvd.gpu.devices import Device, choose_path, shared
-from kvstore_hvd.gpu.nccl_library import Config, UniqueId
+from kvstore_hvd.gpu import kernels, module, nccl, runtime
+from kvstore_hvd.gpu.nccl import Config, UniqueId
+from kvstore_hvd.gpu.runtime import Device, shared
+from kvstore_hvd.world.gpus import choose_path
 from support.fake_cuda import CUDARuntimeError, FakeDevice, fake_cuda
 
 MODULES = sorted((Path(runtime.__file__).parent).glob("*.py"))
@@ -95,25 +96,25 @@ def test_what_stands_against_a_path_is_said():
 def test_sizes_and_launches_fit_the_device():
     # tests/native/cuda/test_gpu_copies.cpp has the same numbers, as the C++ compiler sees them.
     assert kernels.STRUCTURES == {"Segment": 32, "World": 416, "Launch": 80, "Copy": 40, "Control": 27136}
-    limits = shapes.Limits(132, 2, sharers=8)
-    assert limits.resident == shapes.direct_blocks(1000, limits) == 33
-    assert shapes.direct_blocks(0, limits) == shapes.Limits(1, 1, sharers=4).resident == 1
-    assert shapes.ring_channels(1 << 30, 2048, limits) == 33
-    assert shapes.ring_channels(1 << 30, 2048, shapes.Limits(132, 2)) == kernels.MAX_CHANNELS
-    assert shapes.ring_channels(100, 2048, limits) == 1
+    limits = kernels.Limits(132, 2, sharers=8)
+    assert limits.resident == kernels.direct_blocks(1000, limits) == 33
+    assert kernels.direct_blocks(0, limits) == kernels.Limits(1, 1, sharers=4).resident == 1
+    assert kernels.ring_channels(1 << 30, 2048, limits) == 33
+    assert kernels.ring_channels(1 << 30, 2048, kernels.Limits(132, 2)) == kernels.MAX_CHANNELS
+    assert kernels.ring_channels(100, 2048, limits) == 1
 
 
 @pytest.mark.parametrize("damage", [None, b"", b"conten", b"other content"])
 def test_what_is_kept_is_made_again_only_where_it_is_damaged(tmp_path, damage):
     make = Mock(return_value=b"content")
-    with cache.stored("key", make, str(tmp_path)) as path:
+    with module.cached("key", make, str(tmp_path)) as path:
         if damage is not None:
             path.write_bytes(damage)
-    with cache.stored("key", make, str(tmp_path)) as path:
+    with module.cached("key", make, str(tmp_path)) as path:
         assert path.read_bytes() == b"content"
     assert make.call_count == (1 if damage is None else 2)
     assert len(list(tmp_path.iterdir())) == 1
-    with cache.stored("key", make, str(path / "below")) as other:  # a folder that cannot be written
+    with module.cached("key", make, str(path / "below")) as other:  # a folder that cannot be written
         assert other.read_bytes() == b"content"
     assert not other.exists()
 
@@ -122,13 +123,13 @@ def test_a_library_that_is_no_nccl_is_refused(monkeypatch):
     assert ctypes.sizeof(UniqueId) == 128  # as nccl.h has them
     assert ctypes.sizeof(Config) == 8 + 6 * 4 + 8 + 4 + 4
     assert (Config.blocking.offset, Config.net_name.offset, Config.split_share.offset) == (16, 32, 40)
-    monkeypatch.setattr(nccl_library, "_found", None)
+    monkeypatch.setattr(nccl, "_found", None)
     try:
         for path, why in (("/nowhere/libnccl.so.2", "No such file"), ("libc.so.6", "is too old, or not NCCL")):
             monkeypatch.setenv("KVHVD_NCCL_LIBRARY", path)
             config.reload()
             with pytest.raises(ConfigError, match=rf"KVHVD_NCCL_LIBRARY=.*cannot be used: .*{why}"):
-                nccl_library.library()
+                nccl.library()
     finally:
         monkeypatch.undo()
         config.reload()

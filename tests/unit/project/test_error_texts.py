@@ -25,7 +25,6 @@ INTERNAL = {
     "launch/command.py": "argparse makes a text of it",
     "gpu/kernels.py": "arguments of our own code",
     "gpu/launcher.py": "arguments of our own code",
-    "gpu/tables.py": "arguments of our own code",
     "horovod/alias.py": "an import fails with ModuleNotFoundError",
     "mxnet_compat/numpy_shim.py": "NumPy's protocol; the file imports nothing of this package",
     "recording/trace.py": "caught by its only callers",
@@ -39,7 +38,7 @@ WITHOUT_FIX = {
     "gpu/launcher.py": "a fact for native/request/messages.cpp, which adds the fix",
     "gpu/nccl.py": "as in launcher.py",
     "gpu/ring_executor.py": "a detail of the error of world/gpus.py",
-    "gpu/memory.py": "as in ring.py",
+    "gpu/streams.py": "as in ring.py",
 }
 
 
