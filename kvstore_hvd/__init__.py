@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     )
     from kvstore_hvd.join import Join, Joinable, JoinHook
     from kvstore_hvd.launch.call import run
-    from kvstore_hvd.ops.numpy_ops import allreduce, allreduce_init, barrier, broadcast
+    from kvstore_hvd.numpy_ops import allreduce, allreduce_init, barrier, broadcast
     from kvstore_hvd.store.divergence import verify
     from kvstore_hvd.store.kvstore import Horovod
     from kvstore_hvd.timeline import start_timeline, stop_timeline
@@ -98,7 +98,7 @@ _HOMES = (
     "errors",
     "launch.call",
     "join",
-    "ops.numpy_ops",
+    "numpy_ops",
     "world.process",
     "store.divergence",
     "timeline",

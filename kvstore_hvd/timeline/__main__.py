@@ -8,21 +8,21 @@ import sys
 from collections.abc import Sequence
 
 from kvstore_hvd.errors import rank_list
-from kvstore_hvd.recording.parts import part_path, read_header
-from kvstore_hvd.recording.trace import write_trace
+from kvstore_hvd.timeline.parts import part_path, read_header
+from kvstore_hvd.timeline.trace import write_trace
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: ``sys.argv[1:]``)."""
     parser = argparse.ArgumentParser(prog="python -m kvstore_hvd.timeline", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="merge")
-    merge = commands.add_parser("merge", help="make FILE of what the workers of a killed job left beside it")
+    merge = commands.add_parser("merge", help="make FILE of the parts that the workers of a killed job left beside it")
     merge.add_argument("file", metavar="FILE", help="as given to start_timeline() or HOROVOD_TIMELINE")
     return _merge(parser.parse_args(argv).file)
 
 
 def _merge(target: str) -> int:
-    """Merge the parts of the latest session; they stay, so that nothing is lost should this be the wrong moment."""
+    """Merge the parts of the latest session. They stay, in case the job still runs."""
     try:
         found = {path: read_header(path) for path in glob.glob(glob.escape(target) + ".rank-*.part")}
         headers = [header for header in found.values() if header is not None]

@@ -1,8 +1,7 @@
-"""Records this worker's operations while it runs, and makes one file of all workers' parts when the last one is done.
+"""Records this worker's operations, and makes one file of all workers' parts when the last part is complete.
 
-No worker waits for another to leave: each says in its part that it has written everything, and the one that then finds
-all parts complete makes the timeline. If a worker is killed nobody does, and the parts stay, for
-``python -m kvstore_hvd.timeline merge``.
+No worker waits for another: each writes the last line of its part, and the worker that then finds all parts complete
+makes the timeline. After the death of a worker the parts stay, for ``python -m kvstore_hvd.timeline merge``.
 """
 
 from __future__ import annotations
@@ -19,20 +18,21 @@ from typing import Any
 
 from kvstore_hvd import log, native
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, message
-from kvstore_hvd.recording.parts import Header, PartWriter, has_ended, part_path
-from kvstore_hvd.recording.trace import write_trace
+from kvstore_hvd.timeline.parts import Header, PartWriter, has_ended, part_path
+from kvstore_hvd.timeline.trace import write_trace
 from kvstore_hvd.world.agree import clock_ahead, exchange
 from kvstore_hvd.world.topology import Topology
 
-# How often operations are written: what a worker that is killed takes along.
+# Seconds between two writings; a killed worker loses the operations of this time.
 _PERIOD_S = 0.25
-# Operations between two writings; 8 MiB, of which only what is used exists.
+# Operations that the engine keeps between two writings: at most 8 MiB.
 _CAPACITY = 1 << 16
+# Bytes of a path.
 _LONGEST_PATH = 4096
 
 
 class Recorder:
-    """The timeline that this process takes part in, one at a time. One thread at a time; not in a forked child."""
+    """This process's timelines, one after the other. One thread at a time; a forked child has none."""
 
     def __init__(self) -> None:
         self._recording: _Recording | None = None
@@ -46,14 +46,8 @@ class Recorder:
         recording = self._recording
         return recording if recording is not None and recording.pid == os.getpid() else None
 
-    def start(
-        self,
-        file_path: Any,
-        mark_cycles: bool,
-        engine: native.Engine | None,
-        topology: Topology,
-    ) -> None:
-        """Begin to record; collective. On every worker it succeeds, or fails and leaves nothing behind."""
+    def start(self, file_path: Any, mark_cycles: bool, engine: native.Engine | None, topology: Topology) -> None:
+        """Begin to record; collective. It succeeds on all workers, or fails on all and leaves no file."""
         target, fault = _absolute(file_path)
         wish = {"target": target, "fault": fault, "mark": bool(mark_cycles), "session": secrets.token_hex(8)}
         agreed = json.loads(exchange(engine, topology, "timeline/start", json.dumps(wish, ensure_ascii=False))[0])
@@ -89,7 +83,7 @@ class Recorder:
         made.thread.start()
 
     def stop(self, engine: native.Engine | None, topology: Topology) -> None:
-        """End the recording; collective. The file is there when it returns. Does nothing when there is no recording."""
+        """End the recording; collective. The file is there when it returns. Does nothing without a recording."""
         recording = self._own()
         if recording is None:
             return
@@ -100,38 +94,35 @@ class Recorder:
             raise KVHvdError(_text(topology, "stop_timeline", faults, fix))
 
     def finish(self) -> None:
-        """End the recording as far as this worker is concerned; what goes wrong is logged. Not collective."""
+        """End this worker's recording and log its faults. Not collective."""
         recording = self._own()
         self._recording = None
-        if recording is None:
-            return
-        fault = recording.finish()
-        if fault:
+        if recording is not None and (fault := recording.finish()):
             command = _merge_command(recording.target)
             log.logger.error("the timeline could not be written: %s\n  Fix: make room, then run `%s`.", fault, command)
 
     def joined(self, engine: native.Engine | None, topology: Topology) -> None:
-        """Record what happens in this world, if a timeline is being recorded; one inside another is joined after it."""
+        """Record the operations of this world, during a recording; the world of a process set follows that of all."""
         recording = self._own()
         if recording is not None:
             recording.join(engine, topology)
 
     def left(self, topology: Topology | None = None) -> None:
-        """This world is left, or by default all: take what there still is of it."""
+        """Write the last operations of this world, or of all worlds, and record it no more."""
         recording = self._own()
         if recording is not None:
             recording.leave(topology)
 
 
 class _Recording:
-    """One timeline, on this worker: a thread writes what the engine has recorded."""
+    """One timeline on this worker, with a thread that writes the engine's records."""
 
     def __init__(self, target: str, header: Header) -> None:
         self.target = target
         self.pid = header.pid
         self._header = header
         self._part = PartWriter(target, header)
-        self._fault = ""  # why nothing is written any more
+        self._fault = ""  # the reason why nothing is written any more
         self._engines: dict[int, native.Engine] = {}  # by process set; 0: of all workers
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -163,7 +154,7 @@ class _Recording:
                 self._engines.pop(process_set, None)
 
     def finish(self) -> str:
-        """End it; returns what went wrong."""
+        """End the recording; returns its fault."""
         self._ended.set()
         if self.thread.ident is not None:
             self.thread.join()
@@ -198,8 +189,8 @@ class _Recording:
         def are_complete() -> bool:
             return all(has_ended(path, self._header.session) for path in parts)
 
-        # Whoever ends last finds all parts complete. Others may at the same time: one of them gets the lock, and the
-        # parts are gone when it gives it back.
+        # The last worker finds all parts complete. Two workers may end at the same time: one of them gets the lock, and
+        # removes the parts before the other gets it.
         if not are_complete():
             return
         with contextlib.ExitStack() as stack:
@@ -230,7 +221,7 @@ def _set_of(topology: Topology) -> int:
 
 
 def _absolute(file_path: Any) -> tuple[str, str]:
-    """The path that means the same on every worker, and what is wrong with it."""
+    """The absolute path, and its fault."""
     try:
         path = os.fspath(file_path)
     except TypeError:
@@ -248,7 +239,7 @@ def _absolute(file_path: Any) -> tuple[str, str]:
 
 
 def _fault_of(target: str) -> str:
-    """What would keep the finished file from its place: a device, for example, must not be replaced."""
+    """The fault of a path whose file must not be replaced, as of a device."""
     try:
         mode = os.stat(target).st_mode
     except OSError:
@@ -261,14 +252,9 @@ def _merge_command(target: str) -> str:
 
 
 def _text(topology: Topology, operation: str, faults: list[str], fix: str) -> str:
-    said = dict.fromkeys(filter(None, faults))
-    details = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
-    fact = next(iter(said)) if len(said) == 1 else "the timeline cannot be recorded."
-    return message(
-        fact,
-        rank=topology.rank,
-        size=topology.size,
-        operation=operation,
-        details=[] if len(said) == 1 else details,
-        fix=fix,
-    )
+    first, *others = dict.fromkeys(filter(None, faults))
+    fact, details = first, []
+    if others:
+        fact = "the timeline cannot be recorded."
+        details = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
+    return message(fact, rank=topology.rank, size=topology.size, operation=operation, details=details, fix=fix)

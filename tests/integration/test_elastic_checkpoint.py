@@ -6,7 +6,7 @@ PROGRAM = """
 import numpy as np
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic
-from kvstore_hvd.ops import numpy_ops
+from kvstore_hvd import numpy_ops
 hvd.init()
 begun = []
 @elastic.run

@@ -11,7 +11,7 @@ import numpy as np
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic.run import run
-from kvstore_hvd.ops import numpy_ops
+from kvstore_hvd import numpy_ops
 from kvstore_hvd.world import process
 hvd.init()
 before = hvd.rank()

@@ -117,7 +117,7 @@ report(codes=codes, total=total())
 COMMUNICATORS = """
 import numpy as np
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.ops import numpy_ops
+from kvstore_hvd import numpy_ops
 from mpi4py import MPI
 world = MPI.COMM_WORLD
 def total(**more):

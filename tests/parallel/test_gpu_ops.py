@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
+from kvstore_hvd import gpu_ops
 from kvstore_hvd.errors import (
     HorovodInternalError,
     InvalidRequestError,
@@ -13,7 +14,6 @@ from kvstore_hvd.errors import (
     TransportError,
     UnsupportedDtypeError,
 )
-from kvstore_hvd.ops import gpu_ops
 from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, expected_sum
 from support.fake_cuda import CUDARuntimeError, fake_cuda

@@ -27,8 +27,8 @@ INTERNAL = {
     "gpu/launcher.py": "arguments of our own code",
     "horovod/alias.py": "an import fails with ModuleNotFoundError",
     "mxnet_compat/numpy_shim.py": "NumPy's protocol; the file imports nothing of this package",
-    "recording/trace.py": "caught by its only callers",
-    "recording/parts.py": "an OSError that its callers make a text of",
+    "timeline/trace.py": "caught by its only callers",
+    "timeline/parts.py": "an OSError that its callers make a text of",
     "world/links.py": "an OSError of one call; the next one follows",
     "world/meeting.py": "an OSError that the next attempt follows",
 }

@@ -8,9 +8,9 @@ import pytest
 
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.native.records import TimelineEvent
-from kvstore_hvd.recording.parts import Header, PartWriter, has_ended, part_path, read_header
-from kvstore_hvd.recording.trace import _OPEN_ROUNDS, _Rounds, write_trace
 from kvstore_hvd.timeline.__main__ import main
+from kvstore_hvd.timeline.parts import Header, PartWriter, has_ended, part_path, read_header
+from kvstore_hvd.timeline.trace import _OPEN_ROUNDS, _Rounds, write_trace
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Host, Topology
 from support.timeline import Trace

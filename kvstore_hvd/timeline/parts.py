@@ -1,9 +1,9 @@
-"""The part of a timeline that one worker writes: lines of JSON, so that it can be read whatever becomes of the worker.
+"""The part of a timeline that one worker writes: lines of JSON, readable however the worker ends.
 
-The first line is an object that says who writes (`Header`). An array is an operation (`records.TimelineEvent`). Further
-objects: ``{"world": 1}``, the operations that follow belong to the world of this generation; ``{"set": 3}``, to this
-process set in it (0: to all workers); ``{"lost": 12}``, so many operations found no room; ``{"end": "<session>"}``, the
-worker has written everything.
+The first line is a `Header`, as an object. An array is an operation (`records.TimelineEvent`). Later objects:
+``{"world": 1}``: the next operations belong to the world of this generation. ``{"set": 3}``: they belong to this
+process set of the world (0: to all workers). ``{"lost": 12}``: this many operations found no room. ``{"end":
+"<session>"}``: the part is complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _JSON = json.JSONEncoder(separators=(",", ":"))
 
 @dataclass(frozen=True)
 class Header:
-    """Who writes a part. The two clocks, in nanoseconds, are of one moment."""
+    """The writer of a part, with two clocks of one moment."""
 
     session: str  # equal for all parts of one timeline
     rank: int
@@ -35,18 +35,18 @@ class Header:
     mark_cycles: bool
     monotonic_ns: int = field(default_factory=time.monotonic_ns)
     unix_ns: int = field(default_factory=time.time_ns)
-    ahead_ns: int = 0  # by so much this host's monotonic clock is ahead of that of rank 0's host
-    error_ns: int = 0  # of that
+    ahead_ns: int = 0  # this host's monotonic clock minus that of rank 0's host
+    error_ns: int = 0  # of ahead_ns
     format: int = _FORMAT
 
 
 def part_path(target: str, rank: int) -> str:
-    """Where the worker of this rank writes its part of the timeline `target`."""
+    """The part of this rank of the timeline `target`."""
     return f"{target}.rank-{rank}.part"
 
 
 class PartWriter:
-    """A new part; one that is there is removed. One thread at a time."""
+    """A new part, which replaces an old one. One thread at a time."""
 
     def __init__(self, target: str, header: Header) -> None:
         self.path = part_path(target, header.rank)
@@ -60,12 +60,12 @@ class PartWriter:
             raise
 
     def world(self, generation: int) -> None:
-        """What follows belongs to the world of this generation."""
+        """Begin the operations of the world of this generation."""
         self._set = 0
         self._write(f'{{"world":{generation}}}\n')
 
     def add(self, events: Iterable[TimelineEvent], lost: int = 0, process_set: int = 0) -> None:
-        """Write operations of a process set (0: of all workers); `lost`: so many more were not recorded."""
+        """Write operations of a process set (0: of all workers), and the number of those without room."""
         lines = [_JSON.encode(event) for event in events]
         if lost:
             lines.append(f'{{"lost":{lost}}}')
@@ -77,12 +77,12 @@ class PartWriter:
         self._write("\n".join(lines) + "\n")
 
     def end(self) -> None:
-        """Say that nothing will follow, and close it."""
+        """Write the last line, and close the part."""
         self._write(f'{{"end":"{self._session}"}}\n')
         self._close()
 
     def discard(self) -> None:
-        """Close and delete it."""
+        """Close and delete the part."""
         self._close()
         os.unlink(self.path)
 
@@ -98,7 +98,7 @@ class PartWriter:
 
 
 def has_ended(path: str, session: str) -> bool:
-    """Whether there is this part of the session, and its worker has written everything."""
+    """Whether this file is a complete part of the session."""
     line = f'{{"end":"{session}"}}\n'.encode()
     try:
         with open(path, "rb") as file:
@@ -110,7 +110,7 @@ def has_ended(path: str, session: str) -> bool:
 
 
 def read_lines(path: str) -> Iterator[Any]:
-    """Yield what each line holds, less what its worker died in the middle of."""
+    """The value of each line, without a line that a killed worker has cut."""
     with open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             try:

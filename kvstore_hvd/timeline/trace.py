@@ -1,7 +1,7 @@
-"""From the parts that workers wrote to one trace for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
+"""The trace of all workers' parts, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
 
 The format is the *trace event format*: a process for each rank, in it a row for each tensor, times in microseconds
-since the recording began. Parts are read line by line: a timeline need not fit into memory, whatever its length.
+since the start of the recording. Parts are read line by line: a timeline need not fit into memory.
 """
 
 from __future__ import annotations
@@ -17,27 +17,26 @@ from typing import IO, Any
 
 from kvstore_hvd.base.files import keep_mode, open_alone
 from kvstore_hvd.native.records import TimelineEvent
-from kvstore_hvd.recording.parts import Header, read_header, read_lines
+from kvstore_hvd.timeline.parts import Header, read_header, read_lines
 
-_CYCLES = "cycles"
-# Names that count calls: those have a row together.
+# Numbers of calls in names: all calls share a row.
 _COUNTED = re.compile(r"(?<=\.noname)\.\d+|(?<=^join)/\d+(?=/)|(?<=^'join)/\d+(?=/)")
-# Rounds whose operations may still be coming, out of order.
+# Number of rounds whose operations may come out of order.
 _OPEN_ROUNDS = 256
 
 
 @dataclass
 class Summary:
-    """What became of the parts."""
+    """The contents of a trace."""
 
     ranks: list[int] = field(default_factory=list)
     operations: int = 0
-    lost: int = 0  # operations that the workers could not record
-    unfinished: list[int] = field(default_factory=list)  # ranks whose part has no end: they died
+    lost: int = 0  # operations without room in the recording
+    unfinished: list[int] = field(default_factory=list)  # ranks whose part has no end, because they died
 
 
 def write_trace(target: str, parts: Sequence[str]) -> Summary:
-    """Make `target` of the parts of one timeline; it appears complete or not at all. The parts are left alone."""
+    """Make `target` of the parts of one timeline, which stay; it appears complete or not at all."""
     headers = [(path, header) for path in parts if (header := read_header(path)) is not None]
     if not headers or len(headers) < len(parts):
         strange = [path for path in parts if path not in dict(headers)]
@@ -62,36 +61,36 @@ class _Row:
     """Operations that do not overlap."""
 
     number: int
-    until: int = 0  # when the last one was over
+    until: int = 0  # end of the last one
 
 
 class _Rounds:
-    """When the rounds of one world of workers began. Operations come nearly in the order of their rounds."""
+    """The starts of the rounds of one world. Operations come nearly in the order of their rounds."""
 
     def __init__(self) -> None:
-        self._open: dict[int, int] = {}  # by round, its first submission as far as known
-        self._told = -1
+        self._open: dict[int, int] = {}  # the earliest submission so far, by round
+        self._closed = -1
 
     def add(self, event: TimelineEvent) -> list[int]:
-        """Take note of an operation; returns the beginnings that are certain by now."""
-        if event.round > self._told:
+        """Add an operation; returns the starts that no later operation can change."""
+        if event.round > self._closed:
             self._open[event.round] = min(self._open.get(event.round, event.submitted), event.submitted)
         if len(self._open) <= _OPEN_ROUNDS:
             return []
-        self._told = min(self._open)
-        return [self._open.pop(self._told)]
+        self._closed = min(self._open)
+        return [self._open.pop(self._closed)]
 
     def rest(self) -> list[int]:
-        """The beginnings that have not been told."""
+        """The starts that `add` has not returned."""
         return [begin for _, begin in sorted(self._open.items())]
 
 
 class _Rank:
-    """What there is of a rank so far; of worlds and names, not of operations."""
+    """The rows and rounds of a rank so far."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.shown = 0  # rows
+        self.shown = 0  # number of rows with operations
         self.rows: dict[tuple[int, str], list[_Row]] = {}  # by process set (0: all workers) and name
         self.cycles: dict[int, _Row] = {}  # by process set
         self.rounds: dict[int, _Rounds] = {}  # of the present world, by process set
@@ -99,8 +98,8 @@ class _Rank:
 
 class _Trace:
     def __init__(self, first: Header) -> None:
-        self._first = first  # its clock is 0
-        self._ahead_ns = 0  # of the part that is being read
+        self._first = first  # the time 0 of the trace is that of this header
+        self._ahead_ns = 0  # clock of the part under way, minus that of rank 0's host
         self._rows = 0
         self.summary = Summary()
 
@@ -185,7 +184,7 @@ class _Trace:
             row = rank.cycles.get(process_set)
             if row is None:
                 row = rank.cycles[process_set] = _Row(self._new_row())
-                yield from self._head(rank, row, process_set, _CYCLES, 0)
+                yield from self._head(rank, row, process_set, "cycles", 0)
             place = {"pid": rank.rank, "tid": row.number, "ts": self._us(begin)}
             yield {"name": "CYCLE_START", "ph": "i", "s": "p", **place}
 
@@ -201,12 +200,12 @@ class _Trace:
         return {"name": name, "cat": category, "ph": "X", "ts": ts, "dur": duration, "pid": rank, "tid": row}
 
     def _us(self, monotonic_ns: int) -> float:
-        # What was under way when the recording began, begins with it.
+        # An earlier time is shown as the start of the recording.
         own_ns, first = monotonic_ns - self._ahead_ns, self._first
         return max(0, own_ns - first.monotonic_ns + first.ahead_ns) / 1000
 
     def _new_row(self) -> int:
-        # Of one trace, not of one rank: viewers take rows of an equal number for one.
+        # Viewers merge rows of equal numbers, also of different ranks.
         self._rows += 1
         return self._rows
 

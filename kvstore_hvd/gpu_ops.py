@@ -1,4 +1,4 @@
-"""Collectives on arrays of a GPU, of whatever library: blocking, through the same engine as the stores."""
+"""Blocking collectives on arrays of a GPU, of any library, through the engine of the stores."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from kvstore_hvd.native.records import DeviceOperation
 from kvstore_hvd.world import process
 from kvstore_hvd.world.gpus import create_executor
 
+# Seconds between two looks at the device.
 _LOOK_S = 20e-6
 
 
 def allreduce(array: Any, name: str, op: str, out: Any, prescale: float, postscale: float) -> Any:
-    """As `numpy_ops.allreduce`, which has checked what is no array; for what `gpu.arrays.is_on_gpu` says is on one."""
+    """See `numpy_ops.allreduce`, which has checked the other arguments and that `array` is on a GPU."""
     return _run("allreduce", array, name, out, op, prescale, postscale)
 
 
 def broadcast(array: Any, root: int, name: str, out: Any) -> Any:
-    """As `numpy_ops.broadcast`, in the same way."""
+    """See `numpy_ops.broadcast`, as for `allreduce`."""
     return _run("broadcast", array, name, out, root=root)
 
 
@@ -40,7 +41,7 @@ def _run(
 ) -> Any:
     world = process.current().member
     speaker: dict[str, Any] = {**world.topology.speaker, "operation": collective, "name": name}
-    # What has lost the world, or a fork, makes CUDA fail, too: the reason comes before its consequences.
+    # CUDA fails after the loss of the world and in a forked child: `submitting` raises that cause first.
     with world.submitting():
         source = device_array(array, **speaker)
         if out is None:
@@ -50,7 +51,7 @@ def _run(
             raise InvalidTypeError(message(fact, **speaker, fix="pass an out on the same GPU."))
         target = source if out is array else device_array(out, **speaker)
         _check(source, target, speaker)
-        # Whoever reads or writes the arrays now is through with it before the others get them.
+        # All work on the arrays ends before other workers read or write them.
         synchronize(source)
         if target is not source:
             synchronize(target)
@@ -61,12 +62,10 @@ def _run(
             _run_alone(collective, operation, source.device)
         else:
             world.start_device(source.device)
-            wire_name, label = (
-                f"np/{name}",
-                f"'{name}'",
-            )  # matched with those on the CPU: workers that differ are told so
             what = source.shape, source.dtype, op, prescale, postscale, root
-            request = native.Request(collective, wire_name, label, inputs, outputs, *what, on_device=True)
+            # The name is that of an operation on the CPU, so that workers that differ get an error.
+            names = f"np/{name}", f"'{name}'"
+            request = native.Request(collective, *names, inputs, outputs, *what, on_device=True)
             world.engine().run(request)
     return out
 
@@ -94,8 +93,7 @@ _lock = threading.Lock()
 
 
 def _run_alone(collective: str, operation: DeviceOperation, device: int) -> None:
-    """Copy and scale on the device, so that the result has the bits that it has with several workers."""
-    # The program's own current device stays what it is.
+    """Copy and scale on the device, for the bits that several workers get; the program's current device stays."""
     with _lock, active(device):
         if device not in _executors:
             _executors[device] = create_executor(None, process.current().topology, device)

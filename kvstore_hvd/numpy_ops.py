@@ -1,6 +1,4 @@
-"""Collectives on NumPy arrays, and the way to those on arrays of GPUs: blocking, by pointer, through the same engine as
-the stores.
-"""
+"""Blocking collectives on NumPy arrays, and on arrays of GPUs by `gpu_ops`, through the engine of the stores."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from typing import Any, Literal, Optional, TypeVar
 
 import numpy as np
 
-from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd import gpu_ops, mxnet_compat, native
 from kvstore_hvd.errors import (
     InvalidRequestError,
     InvalidTypeError,
@@ -20,7 +18,6 @@ from kvstore_hvd.errors import (
     message,
 )
 from kvstore_hvd.gpu.arrays import is_on_gpu
-from kvstore_hvd.ops import gpu_ops
 from kvstore_hvd.world import process
 
 __all__ = ["allreduce", "allreduce_init", "barrier", "broadcast"]
@@ -87,10 +84,10 @@ def allreduce_init(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> Callable[[], Array]:
-    """Prepare an allreduce that is run again and again, on the same arrays; a call of it then costs the least.
+    """Prepare an allreduce of the same arrays for many calls, which then cost the least.
 
-    As MPI's persistent collectives (MPI-4.1, 6.13): everything is checked now, nothing is communicated. The calls are
-    matched with those of `allreduce` and of other prepared ones by name. After `reset` it has to be prepared again.
+    As MPI's persistent collectives (MPI-4.1, 6.13): all arguments are checked now, and nothing is communicated. Calls
+    are matched by name, also with those of `allreduce`. Prepare it again after `reset`.
 
     Parameters
     ----------
@@ -100,8 +97,8 @@ def allreduce_init(
     Returns
     -------
     callable
-        Without arguments: reduces what `array` holds, waits, and returns `out`. Raises `MismatchError` and
-        `HorovodInternalError` as `allreduce`, and `ShutdownError` once the world in which it was prepared has ended.
+        Without arguments: reduces the values of `array`, waits, and returns `out`. Raises `MismatchError` and
+        `HorovodInternalError` as `allreduce`, and `ShutdownError` after the end of the world that prepared it.
 
     Raises
     ------
@@ -137,7 +134,7 @@ def broadcast(array: Array, root: int, name: str, out: Optional[Array] = None) -
         C-contiguous, of equal shape and dtype on all workers; its values matter on the root only. Dtypes and arrays on
         GPUs as in `allreduce`.
     root : int
-        Rank of the worker whose array is taken.
+        Rank of the worker that has the values.
     name : str
         Matches the call with those of the other workers.
     out : numpy.ndarray, optional
@@ -240,7 +237,7 @@ def _check_call(operation: str, name: str, op: str = "sum") -> None:
 
 
 def _check_arrays(operation: str, name: str, array: Any, out: Optional[Any]) -> Any:
-    """The array for the result, after checking everything about both that one worker can see."""
+    """The array for the result, after all checks of both arrays that need no other worker."""
     _check_array(operation, name, array, "array")
     if out is None:
         return np.empty_like(array)
@@ -278,10 +275,10 @@ def _check_array(operation: str, name: str, array: Any, role: str) -> None:
         raise InvalidRequestError(_text(operation, name, f"{role} is not C-contiguous.", fix))
 
 
-# NumPy takes about a microsecond for each of these two.
+# NumPy takes about a microsecond for each of the two attributes.
 @functools.lru_cache(maxsize=64)
 def _name_of(dtype: Any) -> str:
-    """Of a dtype that can be reduced; '' for others."""
+    """The name of a dtype that can be reduced; '' for others."""
     return str(dtype.name) if dtype.name in native.DTYPES and dtype.isnative else ""
 
 
@@ -294,6 +291,5 @@ _VERBS = {"allreduce": "reduce", "broadcast": "broadcast"}
 
 def _text(operation: str, name: str, fact: str, fix: str, details: tuple[str, ...] = ()) -> str:
     topology = process.current().topology
-    return message(
-        fact, rank=topology.rank, size=topology.size, operation=operation, name=name, fix=fix, details=details
-    )
+    where = {"rank": topology.rank, "size": topology.size}
+    return message(fact, **where, operation=operation, name=name, fix=fix, details=details)

@@ -1,1 +1,0 @@
-"""Operations on arrays that are not MXNet's."""
