@@ -64,8 +64,8 @@ def _run(
             world.start_device(source.device)
             what = source.shape, source.dtype, op, prescale, postscale, root
             # The name is that of an operation on the CPU, so that workers that differ get an error.
-            names = f"np/{name}", f"'{name}'"
-            request = native.Request(collective, *names, inputs, outputs, *what, on_device=True)
+            label = f"'{name}'"
+            request = native.Request(collective, f"np/{name}", label, inputs, outputs, *what, on_device=True)
             world.engine().run(request)
     return out
 

@@ -290,6 +290,5 @@ _VERBS = {"allreduce": "reduce", "broadcast": "broadcast"}
 
 
 def _text(operation: str, name: str, fact: str, fix: str, details: tuple[str, ...] = ()) -> str:
-    topology = process.current().topology
-    where = {"rank": topology.rank, "size": topology.size}
+    where = process.current().topology.speaker
     return message(fact, **where, operation=operation, name=name, fix=fix, details=details)
