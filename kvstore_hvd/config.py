@@ -1,8 +1,8 @@
-"""The configuration: one frozen object, one field per knob. The only place that reads the process's environment.
+"""The configuration: one frozen object with a field for each setting. Only this module reads the environment.
 
-Variables of this package are named ``KVHVD_*``; a few of Horovod's are honoured too. A ``KVHVD_`` name that does not
-exist is an error, so that a misspelt knob cannot be overlooked; two prefixes are left to others: ``KVHVD_BUILD_``
-(setup.py) and ``KVHVD_TEST_`` (the test suite). An empty value counts as unset.
+Variables of this package are named ``KVHVD_*``; a few variables of Horovod count, too. A misspelt ``KVHVD_`` name is an
+error. Two prefixes are left to others: ``KVHVD_BUILD_`` (setup.py) and ``KVHVD_TEST_`` (the test suite). An empty value
+counts as unset.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from kvstore_hvd.horovod import variables as horovod_variables
 
 RESERVED_PREFIXES = ("KVHVD_BUILD_", "KVHVD_TEST_")
 
+# Three years: the native engine counts nanoseconds in 64 bits.
+_LONGEST_S = 1e8
 _LOG_LEVELS = {
     "trace": "debug",
     "debug": "debug",
@@ -29,162 +31,90 @@ _LOG_LEVELS = {
     "fatal": "critical",
     "critical": "critical",
 }
+_FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
-# -- Parsers: text -> value, ValueError with what was expected ----------------------------------------------------
+# -- Parsers of a variable's text ---------------------------------------------------------------------------------
 
 
-# Three years: the native engine counts nanoseconds in 64 bits.
-_LONGEST_S = 1e8
+def _parser(
+    expected: str, convert: Callable[[str], Any], is_allowed: Callable[[Any], bool] = lambda value: True
+) -> Any:
+    """A function from a text to its value; raises ValueError with what was expected."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = convert(text)
+        except (ValueError, KeyError):
+            raise ValueError(expected) from None
+        if not is_allowed(value):
+            raise ValueError(expected)
+        return value
+
+    return parse
 
 
-def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= _LONGEST_S:
-        raise ValueError
-    return value
+def _choice(*names: str) -> Any:
+    return _parser("one of " + ", ".join(names), str.lower, lambda name: name in names)
 
 
-_seconds.expected = "a number of seconds above 0, at most 1e8"  # type: ignore[attr-defined]
-
-
-def _lease(text: str) -> float:
-    value = _seconds(text)
-    if value < 2:
-        raise ValueError
-    return value
-
-
-_lease.expected = "a number of seconds, 2 to 1e8"  # type: ignore[attr-defined]
-
-
-def _seconds_or_off(text: str) -> float:
-    return 0.0 if float(text) == 0 else _seconds(text)
-
-
-_seconds_or_off.expected = "a number of seconds, 0 (off) to 1e8"  # type: ignore[attr-defined]
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise ValueError
-    return value
-
-
-_count.expected = "a whole number, 0 or more"  # type: ignore[attr-defined]
-
-
-def _mebibytes(text: str) -> int:
-    value = int(text)
-    if not 2 <= value <= 4096:
-        raise ValueError
-    return value
-
-
-_mebibytes.expected = "a whole number, 2 to 4096"  # type: ignore[attr-defined]
-
-
-def _flag(text: str) -> bool:
-    value = text.lower()
-    if value in ("1", "true", "yes", "on"):
-        return True
-    if value in ("0", "false", "no", "off"):
-        return False
-    raise ValueError
-
-
-_flag.expected = "0 or 1"  # type: ignore[attr-defined]
-
-
-def _secret(text: str) -> bytes:
-    value = bytes.fromhex(text)
-    if len(value) < 16:
-        raise ValueError
-    return value
-
-
-_secret.expected = "at least 32 hexadecimal digits"  # type: ignore[attr-defined]
-
-
-def _text(text: str) -> str:
-    return text
-
-
-_text.expected = "text"  # type: ignore[attr-defined]
-
-
-def _level(text: str) -> str:
-    try:
-        return _LOG_LEVELS[text.lower()]
-    except KeyError:
-        raise ValueError from None
-
-
-_level.expected = "one of trace, debug, info, warning, error, fatal"  # type: ignore[attr-defined]
-
-
-def _cores(text: str) -> tuple[int, ...]:
-    return tuple(_count(core) for core in text.split(","))
-
-
-_cores.expected = "numbers of cores with commas between them"  # type: ignore[attr-defined]
-
-
-def _placement(text: str) -> str:
+def _placed(text: str) -> str:
     for number in text.split("/" if "/" in text else ","):
         _count(number)
     return text
 
 
-_placement.expected = "2 (hosts), 2,1 (ranks of each) or 0/1/0 (host of each rank)"  # type: ignore[attr-defined]
-
-
-def _choice(*names: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text.lower() not in names:
-            raise ValueError
-        return text.lower()
-
-    parse.expected = "one of " + ", ".join(names)  # type: ignore[attr-defined]
-    return parse
+_text = str
+_seconds = _parser("a number of seconds above 0, at most 1e8", float, lambda value: 0 < value <= _LONGEST_S)
+_seconds_or_off = _parser("a number of seconds, 0 (off) to 1e8", float, lambda value: 0 <= value <= _LONGEST_S)
+_lease = _parser("a number of seconds, 2 to 1e8", float, lambda value: 2 <= value <= _LONGEST_S)
+_count = _parser("a whole number, 0 or more", int, lambda value: value >= 0)
+_mebibytes = _parser("a whole number, 2 to 4096", int, lambda value: 2 <= value <= 4096)
+_flag = _parser("0 or 1", lambda text: _FLAGS[text.lower()])
+_secret = _parser("at least 32 hexadecimal digits", bytes.fromhex, lambda value: len(value) >= 16)
+_level = _parser("one of trace, debug, info, warning, error, fatal", lambda text: _LOG_LEVELS[text.lower()])
+_cores = _parser("numbers of cores with commas between them", lambda text: tuple(map(_count, text.split(","))))
+_placement = _parser("2 (hosts), 2,1 (ranks of each) or 0/1/0 (host of each rank)", _placed)
 
 
 class _Knob:
-    """A field of `Config` that is read from the first of `variables` that is set; `hidden` values are not printed."""
+    """A field of `Config`, read from the first of `variables` that is set.
 
-    # Not a field of a dataclass: importing those takes a tenth of the time in which the launcher starts.
+    `doc` is the line of ``kvhvdrun --help``, if there is one; `hidden` values are not printed.
+    """
 
-    def __init__(self, parse: Any, default: Any, *variables: str, doc: str, hidden: bool = False) -> None:
+    # The import of dataclasses would take a tenth of the launcher's start.
+
+    def __init__(self, parse: Any, default: Any, *variables: str, doc: str = "", hidden: bool = False) -> None:
         self.parse, self.default, self.variables, self.doc, self.hidden = parse, default, variables, doc, hidden
 
     def __get__(self, instance: Config | None, owner: type[Config]) -> Any:
-        return self if instance is None else self.default  # a value that was read hides this
+        return self if instance is None else self.default  # of a field without a value in the instance
 
 
 def _knob(*arguments: Any, **more: Any) -> Any:
-    """A `_Knob`, which type checkers take for a value of its field."""
+    """A `_Knob`; type checkers see a value of its field."""
     return _Knob(*arguments, **more)
 
 
-# -- The launcher of an MPI, as far as its variables tell ---------------------------------------------------------
+# -- Variables of launchers ------------------------------------------------------------------------------------
 
 
 class MPILaunch(NamedTuple):
-    """What the variables of an MPI launcher say about this process; nothing here has asked MPI itself."""
+    """This process by the variables of an MPI launcher, without a call of MPI."""
 
     launcher: str  # 'Open MPI', 'MPICH' (or another user of PMI), 'PMIx', 'Slurm'
     rank: int | None
-    size: int | None  # None when the launcher does not say
-    variable: str  # the variable that gave it away
-    version: str = ""  # of the launcher, where it says so
-    survives: bool = False  # deaths do not end the job (`mpirun --with-ft ulfm`)
+    size: int | None  # None if unknown
+    variable: str  # the variable that shows the launcher
+    version: str = ""  # of the launcher, if known
+    survives: bool = False  # the job goes on after a death (`mpirun --with-ft ulfm`)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> MPILaunch | None:
-        """Find the MPI launcher that started this process; None when there is none."""
-        # Slurm's variables count only inside a job step with several tasks: a batch script or an ``salloc`` shell has
-        # them too without being a rank.
+        """Find the MPI launcher of this process, if any."""
+        # Slurm's variables count only in a job step of several tasks: a batch script or an ``salloc`` shell has them,
+        # too, and is no rank.
 
         def number(name: str) -> int | None:
             value = environ.get(name, "")
@@ -196,14 +126,14 @@ class MPILaunch(NamedTuple):
                 number("OMPI_COMM_WORLD_RANK"),
                 number("OMPI_COMM_WORLD_SIZE"),
                 "OMPI_COMM_WORLD_SIZE",
-                # Open MPI 5 says its version; older ones show themselves by the variables of their ORTE runtime.
+                # Open MPI 5 has its version in a variable, older ones have variables of their ORTE runtime.
                 environ.get("OMPI_VERSION", "") or ("4 or older" if "OMPI_MCA_orte_hnp_uri" in environ else ""),
                 environ.get("OMPI_MCA_mpi_ft_enable", "").lower() in ("1", "true", "yes", "on", "enabled"),
             )
         tasks = number("SLURM_STEP_NUM_TASKS")
         slurm_step = number("SLURM_STEP_ID") is not None and tasks is not None and tasks > 1
         if number("PMI_SIZE") is not None:
-            # Slurm speaks PMI too, and then to any MPI.
+            # Slurm speaks PMI, too, with any MPI.
             return cls("Slurm" if slurm_step else "MPICH", number("PMI_RANK"), number("PMI_SIZE"), "PMI_SIZE")
         if number("PMIX_RANK") is not None:
             return cls("PMIx", number("PMIX_RANK"), tasks, "PMIX_RANK")
@@ -212,8 +142,8 @@ class MPILaunch(NamedTuple):
         return None
 
 
-# Launchers of workers that are neither ours nor of an MPI: variables that all of them set for each worker, and the one
-# with the number of workers, of all hosts or (the second) of each.
+# Other launchers of workers: variables that they set for each worker, and the variable with the number of workers, of
+# all hosts or (the last) of each host.
 _FOREIGN = {
     "Horovod's launcher": ((), "HOROVOD_SIZE", ""),
     "a launcher for MXNet's parameter servers (launch.py, bpslaunch)": (
@@ -226,7 +156,7 @@ _FOREIGN = {
 
 
 def _foreign_launch(environ: Mapping[str, str], horovods_are_ours: bool) -> tuple[str, int] | None:
-    """The launcher among `_FOREIGN` that started this worker beside others, and how many; None if none did."""
+    """The launcher of `_FOREIGN` that started this worker and others, and their number."""
     for launcher, (variables, size, local_size) in _FOREIGN.items():
         if not all(map(environ.get, variables)) or (horovods_are_ours and size == "HOROVOD_SIZE"):
             continue
@@ -237,24 +167,11 @@ def _foreign_launch(environ: Mapping[str, str], horovods_are_ours: bool) -> tupl
     return None
 
 
-# The variables that `kvhvdrun --help` shows.
-_OF_USERS = (
-    "timeout_s",
-    "stall_check_s",
-    "stall_check_disable",
-    "verify_every",
-    "log_level",
-    "allow_local_trainer",
-    "survivor_time_s",
-    "kill_grace_s",
-)
-
-
 # -- The object ---------------------------------------------------------------------------------------------------
 
 
 class Config:
-    """Every knob, with its unit, default and variable. Does not change."""
+    """All settings. Does not change. The comments are the descriptions in docs/errors.md."""
 
     timeout_s: float = _knob(
         _seconds,
@@ -262,34 +179,16 @@ class Config:
         "KVHVD_TIMEOUT",
         doc="Seconds that an operation may wait for workers that are stopped or wait for it; if set, for any worker.",
     )
-    start_timeout_s: float = _knob(
-        _seconds,
-        30.0,
-        "KVHVD_START_TIMEOUT",
-        "HOROVOD_START_TIMEOUT",
-        doc="Seconds that workers may take to find each other at the start.",
-    )
-    link_timeout_s: float = _knob(
-        _seconds, 10.0, "KVHVD_LINK_TIMEOUT", doc="Seconds after which a host that says nothing counts as lost."
-    )
-    network_interfaces: str = _knob(
-        _text,
-        "",
-        "KVHVD_NETWORK_INTERFACES",
-        doc="kvhvdrun: interfaces and networks between hosts, as --network-interfaces: eth0 or 10.0.0.0/8.",
-    )
-    link_compression: str = _knob(
-        _choice("none", "fp16", "bf16"),
-        "none",
-        "KVHVD_LINK_COMPRESSION",
-        doc="What sums of float32 are rounded to on their way between hosts: none, fp16, bf16. Alike on all hosts.",
-    )
-    exit_timeout_s: float = _knob(
-        _seconds,
-        30.0,
-        "KVHVD_EXIT_TIMEOUT",
-        doc="Seconds at exit in which one of a worker's pending operations has to complete; if set, in any case.",
-    )
+    # Seconds that workers may take to find each other at the start.
+    start_timeout_s: float = _knob(_seconds, 30.0, "KVHVD_START_TIMEOUT", "HOROVOD_START_TIMEOUT")
+    # Seconds after which a host that says nothing counts as lost.
+    link_timeout_s: float = _knob(_seconds, 10.0, "KVHVD_LINK_TIMEOUT")
+    # kvhvdrun: interfaces and networks between hosts, as --network-interfaces: eth0 or 10.0.0.0/8.
+    network_interfaces: str = _knob(_text, "", "KVHVD_NETWORK_INTERFACES")
+    # What sums of float32 are rounded to on their way between hosts: none, fp16, bf16. Alike on all hosts.
+    link_compression: str = _knob(_choice("none", "fp16", "bf16"), "none", "KVHVD_LINK_COMPRESSION")
+    # Seconds at exit in which one of a worker's pending operations has to complete; if set, in any case.
+    exit_timeout_s: float = _knob(_seconds, 30.0, "KVHVD_EXIT_TIMEOUT")
     stall_check_s: float = _knob(
         _seconds_or_off,
         60.0,
@@ -298,12 +197,9 @@ class Config:
         doc="Seconds that an operation may wait before a report says who waits for whom, and where; 0: no reports.",
     )
     stall_check_disable: bool = _knob(_flag, False, "HOROVOD_STALL_CHECK_DISABLE", doc="1 turns stall reports off.")
+    # Seconds after which such a report also fails the world; 0: never.
     stall_shutdown_s: float = _knob(
-        _seconds_or_off,
-        0.0,
-        "KVHVD_STALL_SHUTDOWN_TIME_S",
-        "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
-        doc="Seconds after which such a report also fails the world; 0: never.",
+        _seconds_or_off, 0.0, "KVHVD_STALL_SHUTDOWN_TIME_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     )
     verify_every: int = _knob(
         _count,
@@ -318,85 +214,37 @@ class Config:
         "HOROVOD_LOG_LEVEL",
         doc="Lowest level of diagnostics shown: trace, debug, info, warning, error, fatal.",
     )
-    as_horovod: bool = _knob(
-        _flag,
-        False,
-        "KVHVD_AS_HOROVOD",
-        doc="1: once kvstore_hvd is imported, `import horovod.mxnet` finds it where Horovod is not installed.",
-    )
-    log_hide_time: bool = _knob(
-        _flag, True, "HOROVOD_LOG_HIDE_TIME", doc="0: lines of diagnostics begin with the time of day."
-    )
-    simd: str = _knob(
-        _choice("auto", "scalar", "avx2", "avx512"),
-        "auto",
-        "KVHVD_SIMD",
-        doc="Instruction set of the reduction kernels: auto, scalar, avx2, avx512.",
-    )
-    thread_affinity: tuple[int, ...] = _knob(
-        _cores,
-        (),
-        "KVHVD_THREAD_AFFINITY",
-        "HOROVOD_THREAD_AFFINITY",
-        doc="Cores for the communication threads, one for each worker of this host, with commas between them.",
-    )
-    zero_copy: bool = _knob(
-        _flag, True, "KVHVD_ZERO_COPY", doc="1: gradients of Gluon's parameters live in memory that workers share."
-    )
-    arena_mib: int = _knob(
-        _count,
-        0,
-        "KVHVD_ARENA_MIB",
-        doc="MiB of address space for a worker's gradients in shared memory; 0: as much as the machine has memory.",
-    )
-    thresholds: str = _knob(
-        _text,
-        "",
-        "KVHVD_THRESHOLDS",
-        doc="Algorithm selection thresholds in bytes, NAME=BYTES,...: what benchmarks/tune.py prints.",
-    )
-    gpu_path: str = _knob(
-        _choice("auto", "nccl", "kernels", "staged"),
-        "auto",
-        "KVHVD_GPU_PATH",
-        doc="How arrays on GPUs travel: auto, nccl, kernels (ours, over memory of GPUs), staged (by way of the CPU).",
-    )
-    gpu_staging_mib: int = _knob(
-        _mebibytes, 64, "KVHVD_GPU_STAGING_MIB", doc="MiB of a GPU's memory in which arrays are gathered, 2 to 4096."
-    )
-    nccl_library: str = _knob(
-        _text, "", "KVHVD_NCCL_LIBRARY", doc="Path of the libnccl.so.2 to use instead of the one that is found."
-    )
-    timeline: str = _knob(
-        _text,
-        "",
-        "KVHVD_TIMELINE",
-        "HOROVOD_TIMELINE",
-        doc="File that a timeline of all operations is written to; DYNAMIC: only when start_timeline() is called.",
-    )
-    timeline_mark_cycles: bool = _knob(
-        _flag,
-        False,
-        "KVHVD_TIMELINE_MARK_CYCLES",
-        "HOROVOD_TIMELINE_MARK_CYCLES",
-        doc="1: mark in that timeline where rounds of operations begin.",
-    )
-    numpy_shim: bool = _knob(
-        _flag, True, "KVHVD_NUMPY_SHIM", doc="1: add the NumPy names that MXNet needs and newer NumPy lacks."
-    )
+    # 1: once kvstore_hvd is imported, `import horovod.mxnet` finds it where Horovod is not installed.
+    as_horovod: bool = _knob(_flag, False, "KVHVD_AS_HOROVOD")
+    # 0: lines of diagnostics begin with the time of day.
+    log_hide_time: bool = _knob(_flag, True, "HOROVOD_LOG_HIDE_TIME")
+    # Instruction set of the reduction kernels: auto, scalar, avx2, avx512.
+    simd: str = _knob(_choice("auto", "scalar", "avx2", "avx512"), "auto", "KVHVD_SIMD")
+    # Cores for the communication threads, one for each worker of this host, with commas between them.
+    thread_affinity: tuple[int, ...] = _knob(_cores, (), "KVHVD_THREAD_AFFINITY", "HOROVOD_THREAD_AFFINITY")
+    # 1: gradients of Gluon's parameters live in memory that workers share.
+    zero_copy: bool = _knob(_flag, True, "KVHVD_ZERO_COPY")
+    # MiB of address space for a worker's gradients in shared memory; 0: as much as the machine has memory.
+    arena_mib: int = _knob(_count, 0, "KVHVD_ARENA_MIB")
+    # Algorithm selection thresholds in bytes, NAME=BYTES,...: what benchmarks/tune.py prints.
+    thresholds: str = _knob(_text, "", "KVHVD_THRESHOLDS")
+    # How arrays on GPUs travel: auto, nccl, kernels (ours, over memory of GPUs), staged (by way of the CPU).
+    gpu_path: str = _knob(_choice("auto", "nccl", "kernels", "staged"), "auto", "KVHVD_GPU_PATH")
+    # MiB of a GPU's memory in which arrays are gathered, 2 to 4096.
+    gpu_staging_mib: int = _knob(_mebibytes, 64, "KVHVD_GPU_STAGING_MIB")
+    # Path of the libnccl.so.2 to use instead of the one that is found.
+    nccl_library: str = _knob(_text, "", "KVHVD_NCCL_LIBRARY")
+    # File that a timeline of all operations is written to; DYNAMIC: only when start_timeline() is called.
+    timeline: str = _knob(_text, "", "KVHVD_TIMELINE", "HOROVOD_TIMELINE")
+    # 1: mark in that timeline where rounds of operations begin.
+    timeline_mark_cycles: bool = _knob(_flag, False, "KVHVD_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")
+    # 1: add the NumPy names that MXNet needs and newer NumPy lacks.
+    numpy_shim: bool = _knob(_flag, True, "KVHVD_NUMPY_SHIM")
     allow_local_trainer: bool = _knob(
-        _flag,
-        False,
-        "KVHVD_ALLOW_LOCAL_TRAINER",
-        doc="1 allows unsynchronised Trainers in a multi-worker job.",
+        _flag, False, "KVHVD_ALLOW_LOCAL_TRAINER", doc="1 allows unsynchronised Trainers in a multi-worker job."
     )
-    dynamic_process_sets: bool = _knob(
-        _flag,
-        False,
-        "KVHVD_DYNAMIC_PROCESS_SETS",
-        "HOROVOD_DYNAMIC_PROCESS_SETS",
-        doc="1: process sets may be added and removed after hvd.init().",
-    )
+    # 1: process sets may be added and removed after hvd.init().
+    dynamic_process_sets: bool = _knob(_flag, False, "KVHVD_DYNAMIC_PROCESS_SETS", "HOROVOD_DYNAMIC_PROCESS_SETS")
     survivor_time_s: float = _knob(
         _seconds,
         2.0,
@@ -406,67 +254,60 @@ class Config:
     kill_grace_s: float = _knob(
         _seconds, 5.0, "KVHVD_KILL_GRACE", doc="kvhvdrun: seconds between SIGTERM and SIGKILL when it ends workers."
     )
-    lease_s: float = _knob(
-        _lease,
-        60.0,
-        "KVHVD_LEASE",
-        doc="kvhvdrun, elastic or over hosts: seconds for which launcher and daemons may hear nothing of each other.",
-    )
-    checkpoint: str = _knob(
-        _text, "", "KVHVD_CHECKPOINT", doc="Elastic training: file that rank 0 writes the state to, and begins from."
-    )
-    checkpoint_every_s: float = _knob(
-        _seconds, 600.0, "KVHVD_CHECKPOINT_EVERY", doc="Seconds after which the next commit is written to that file."
-    )
-    elastic_timeout_s: float = _knob(
-        _seconds,
-        600.0,
-        "KVHVD_ELASTIC_TIMEOUT",
-        "HOROVOD_ELASTIC_TIMEOUT",
-        doc="kvhvdrun: seconds that an elastic job waits for enough workers.",
-    )
-    # Set by kvhvdrun for its workers; not meant to be set by hand.
-    rank: int | None = _knob(_count, None, "KVHVD_RANK", doc="Set by kvhvdrun: this worker's rank.")
-    size: int | None = _knob(_count, None, "KVHVD_SIZE", doc="Set by kvhvdrun: number of workers.")
-    local_rank: int | None = _knob(_count, None, "KVHVD_LOCAL_RANK", doc="Set by kvhvdrun: rank on this host.")
-    local_size: int | None = _knob(_count, None, "KVHVD_LOCAL_SIZE", doc="Set by kvhvdrun: workers on this host.")
-    hosts: str = _knob(
-        _text, "", "KVHVD_HOSTS", doc="Set by kvhvdrun over hosts: the host of each rank, or of this worker."
-    )
-    slot: str = _knob(
-        _text, "", "KVHVD_SLOT", doc="Set by kvhvdrun: this worker's slot, HOST:INDEX; as long as it runs."
-    )
-    job: str = _knob(_text, "", "KVHVD_JOB", doc="Set by kvhvdrun: random name of the job.")
-    secret: bytes = _knob(
-        _secret, b"", "KVHVD_SECRET", doc="Set by kvhvdrun: secret of the job, in hexadecimal.", hidden=True
-    )
-    test_hosts: str = _knob(
-        _placement, "", "KVHVD_TEST_HOSTS", doc="For tests: splits the workers of one host into virtual hosts."
-    )
-    generation: int = _knob(_count, 0, "KVHVD_GENERATION", doc="Set by kvhvdrun: number of the world, counted from 0.")
-    worker: int | None = _knob(
-        _count, None, "KVHVD_WORKER", doc="Set by kvhvdrun: number of this worker in an elastic job."
-    )
-    daemon: str = _knob(
-        _text, "", "KVHVD_DAEMON", doc="Set by kvhvdrun: name of the socket of the daemon that started this worker."
-    )
-    # Read from the variables of others.
+    # kvhvdrun, elastic or over hosts: seconds for which launcher and daemons may hear nothing of each other.
+    lease_s: float = _knob(_lease, 60.0, "KVHVD_LEASE")
+    # Elastic training: file that rank 0 writes the state to, and begins from.
+    checkpoint: str = _knob(_text, "", "KVHVD_CHECKPOINT")
+    # Seconds after which the next commit is written to that file.
+    checkpoint_every_s: float = _knob(_seconds, 600.0, "KVHVD_CHECKPOINT_EVERY")
+    # kvhvdrun: seconds that an elastic job waits for enough workers.
+    elastic_timeout_s: float = _knob(_seconds, 600.0, "KVHVD_ELASTIC_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT")
+
+    # kvhvdrun sets the variables below for its workers; they are not meant to be set by hand.
+
+    # Set by kvhvdrun: this worker's rank.
+    rank: int | None = _knob(_count, None, "KVHVD_RANK")
+    # Set by kvhvdrun: number of workers.
+    size: int | None = _knob(_count, None, "KVHVD_SIZE")
+    # Set by kvhvdrun: rank on this host.
+    local_rank: int | None = _knob(_count, None, "KVHVD_LOCAL_RANK")
+    # Set by kvhvdrun: workers on this host.
+    local_size: int | None = _knob(_count, None, "KVHVD_LOCAL_SIZE")
+    # Set by kvhvdrun over hosts: the host of each rank, or of this worker.
+    hosts: str = _knob(_text, "", "KVHVD_HOSTS")
+    # Set by kvhvdrun: this worker's slot, HOST:INDEX; as long as it runs.
+    slot: str = _knob(_text, "", "KVHVD_SLOT")
+    # Set by kvhvdrun: random name of the job.
+    job: str = _knob(_text, "", "KVHVD_JOB")
+    # Set by kvhvdrun: secret of the job, in hexadecimal.
+    secret: bytes = _knob(_secret, b"", "KVHVD_SECRET", hidden=True)
+    # For tests: splits the workers of one host into virtual hosts.
+    test_hosts: str = _knob(_placement, "", "KVHVD_TEST_HOSTS")
+    # Set by kvhvdrun: number of the world, counted from 0.
+    generation: int = _knob(_count, 0, "KVHVD_GENERATION")
+    # Set by kvhvdrun: number of this worker in an elastic job.
+    worker: int | None = _knob(_count, None, "KVHVD_WORKER")
+    # Set by kvhvdrun: name of the socket of the daemon that started this worker.
+    daemon: str = _knob(_text, "", "KVHVD_DAEMON")
+
     mpi_launch: MPILaunch | None = None
-    foreign_launch: tuple[str, int] | None = None  # a launcher that is neither ours nor of an MPI, and its workers
-    unused: tuple[str, ...] = ()  # HOROVOD_* variables that are set and have no effect here
+    foreign_launch: tuple[str, int] | None = None  # the other launcher of this worker, and its number of workers
+    unused: tuple[str, ...] = ()  # variables of Horovod that are set and have no effect here
 
     def __init__(self, **values: Any) -> None:
         vars(self).update(values)
 
     @property
     def waits_for_busy(self) -> bool:
-        """Whether a worker that computes is waited for beyond `timeout_s`: unless it was set, or would be replaced."""
+        """Whether operations wait beyond `timeout_s` for a worker that computes: not if it is set or kvhvdrun replaces
+        workers.
+        """
         never_shuts_down = "stall_shutdown_s" in vars(self) and not self.stall_shutdown_s
         return "timeout_s" not in vars(self) and (never_shuts_down or not self._is_replaced)
 
     @property
     def waits_at_exit(self) -> bool:
-        """Whether an exit waits for late workers beyond `exit_timeout_s`: unless it was set, or they are replaced."""
+        """Whether an exit waits beyond `exit_timeout_s` for late workers: not if it is set or they are replaced."""
         return "exit_timeout_s" not in vars(self) and not self._is_replaced
 
     @property
@@ -484,7 +325,7 @@ class Config:
         known = known_variables()
         for name in sorted(environ):
             if name.startswith("KVHVD_") and name not in known and not name.startswith(RESERVED_PREFIXES):
-                from difflib import get_close_matches  # the launcher starts without it
+                from difflib import get_close_matches  # here, for a quick start of the launcher
 
                 close = get_close_matches(name, known, n=1, cutoff=0.6)
                 faults.append(f"{name} does not exist" + (f"; did you mean {close[0]}?" if close else "."))
@@ -495,18 +336,14 @@ class Config:
                     continue
                 try:
                     values[name] = knob.parse(text)
-                except ValueError:
+                except ValueError as error:
                     shown = "its value" if knob.hidden else repr(text)
-                    faults.append(f"{variable}: {shown} is not {knob.parse.expected}.")
+                    faults.append(f"{variable}: {shown} is not {error}.")
                 break
         if faults:
-            raise ConfigError(
-                message(
-                    "the environment has settings that kvstore_hvd cannot use.",
-                    details=faults,
-                    fix="correct or unset them; docs/errors.md lists every variable.",
-                )
-            )
+            fact = "the environment has settings that kvstore_hvd cannot use."
+            fix = "correct or unset them; docs/errors.md lists every variable."
+            raise ConfigError(message(fact, details=faults, fix=fix))
         ours = horovod_variables.OF_WORKERS if horovod_variables.are_ours(environ, values.get("job", "")) else ()
         return cls(
             **values,
@@ -517,8 +354,8 @@ class Config:
 
     @classmethod
     def describe(cls) -> str:
-        """A table of the variables that users need (name, default, meaning), one line each, for ``kvhvdrun --help``."""
-        knobs = [KNOBS[name] for name in _OF_USERS]
+        """A line for each variable that users need, for ``kvhvdrun --help``."""
+        knobs = [knob for knob in KNOBS.values() if knob.doc]
         return "\n".join(f"{' or '.join(knob.variables)} [{_shown(knob.default)}]: {knob.doc}" for knob in knobs)
 
 
@@ -532,7 +369,7 @@ def _shown(value: object) -> str:
 
 
 def known_variables() -> tuple[str, ...]:
-    """The names of all variables that have an effect."""
+    """The names of all variables with an effect."""
     return tuple(name for knob in KNOBS.values() for name in knob.variables)
 
 
@@ -541,24 +378,24 @@ _lock = threading.Lock()
 
 
 def config() -> Config:
-    """The configuration of this process: what the environment said when it was read last."""
+    """The configuration of this process, as of the last time that the environment was read."""
     with _lock:
         return _read() if _current is None else _current
 
 
 def reload() -> Config:
-    """Read the environment again: a program may set variables after its imports. Returns the new configuration."""
+    """Read the environment again, because a program may set variables after its imports."""
     with _lock:
         return _read()
 
 
 def _read() -> Config:
-    """Replace the configuration; what the program itself has told `logging` stays unless the environment changes."""
+    """Replace the configuration. The program's own settings of `logging` stay unless the environment changes."""
     global _current
     before, now = _current, Config.from_environ(os.environ)
     _current = now
     if now.log_level == KNOBS["log_level"].default and now.log_hide_time and "kvstore_hvd.log" not in sys.modules:
-        return now  # so is `log` at its import, which loads `logging`; the launcher starts without it
+        return now  # these are the settings of `log` at its import, which the start of the launcher avoids
     from kvstore_hvd import log
 
     if before is None or before.log_level != now.log_level:
@@ -569,38 +406,34 @@ def _read() -> Config:
 
 
 def tell_unused() -> None:
-    """Say once which variables of Horovod are set and have no effect here, and why."""
-    unused = config().unused
-    if unused:
+    """Log once which variables of Horovod are set without an effect here, and why."""
+    if config().unused:
         import logging
 
         from kvstore_hvd import log
 
-        log.once(
-            "unused-horovod-variables",
-            logging.WARNING,
-            "these variables of Horovod have no effect here:\n%s",
-            "\n".join(f"  {name}: {horovod_variables.reason(name)}" for name in unused),
-        )
+        reasons = "\n".join(f"  {name}: {horovod_variables.reason(name)}" for name in config().unused)
+        text = "these variables of Horovod have no effect here:\n%s"
+        log.once("unused-horovod-variables", logging.WARNING, text, reasons)
 
 
 def cache_folder() -> str:
-    """Where this user's files may lie that can be made again; need not exist."""
+    """The folder of this user's caches, which may not exist."""
     return os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "kvstore_hvd")
 
 
 def environment() -> dict[str, str]:
-    """A copy of the environment of this process, to start another process with."""
+    """A copy of this process's environment, for another process."""
     return dict(os.environ)
 
 
 def prepare_mxnet() -> None:
-    """Set what MXNet reads when it is imported, where the user has not."""
-    # Its pool of threads for prioritised operations serves this package only. With one thread, which only hands
-    # operations on, they are handed on in the order of their priority, and a burst of gradients wakes one thread.
+    """Set the variables that MXNet reads at its import, unless the user has."""
+    # MXNet's pool of threads for prioritised operations serves this package only. One thread submits operations in the
+    # order of their priority, and a burst of gradients wakes one thread.
     os.environ.setdefault("MXNET_CPU_PRIORITY_NTHREADS", "1")
 
 
 def pass_alias_on() -> None:
-    """Have the processes that this one starts answer for Horovod's name too, once they import this package."""
+    """Let child processes that import this package answer for Horovod's name, too."""
     os.environ["KVHVD_AS_HOROVOD"] = "1"

@@ -93,11 +93,10 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _seconds(text: str) -> float:
-    parse = KNOBS["timeout_s"].parse
     try:
-        return float(parse(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not {parse.expected}") from None
+        return float(KNOBS["timeout_s"].parse(text))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"'{text}' is not {error}") from None
 
 
 def _ranks(text: str) -> list[int]:

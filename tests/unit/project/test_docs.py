@@ -40,8 +40,10 @@ def test_every_page_is_linked_from_the_readme():
 
 def test_every_name_is_on_its_page():
     errors, architecture, migrating = ((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES_OF_NAMES)
-    knobs = config.KNOBS.values()
-    rows = [(f"| {' or '.join(f'`{v}`' for v in each.variables)} |", each.doc) for each in knobs]
+    comments = re.findall(r"    # (.+)\n    (\w+): .* = _knob\(", (ROOT / "kvstore_hvd" / "config.py").read_text())
+    descriptions = {name: text for text, name in comments} | {name: k.doc for name, k in config.KNOBS.items() if k.doc}
+    assert descriptions.keys() == config.KNOBS.keys()
+    rows = [(f"| {' or '.join(f'`{v}`' for v in k.variables)} |", descriptions[n]) for n, k in config.KNOBS.items()]
     missing = [row for row in rows if row[0] not in errors or row[1] not in errors]
     parts = [path.name + ("/" if path.is_dir() else "") for path in (ROOT / "kvstore_hvd").iterdir()]
     parts = [part for part in parts if part.endswith((".py", "/")) and part not in ("__init__.py", "__pycache__/")]
