@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvstore_hvd.base.import_hook import ImportHook as _ImportHook
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
     from kvstore_hvd.errors import (
         ConfigError,
         DivergedError,
@@ -92,8 +95,7 @@ __all__ = [
     "verify",
 ]
 
-# The modules that the names come from, each when a name of it is asked for: the launcher needs none of them, and starts
-# without NumPy.
+# The modules of the names, imported at the first use of one: the launcher needs none of them, and starts without NumPy.
 _HOMES = (
     "errors",
     "launch.call",
@@ -124,7 +126,64 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# -- MXNet --------------------------------------------------------------------------------------------------------
+# -- MXNet -------------------------------------------------------------------------------------------------------------
+
+
+class _ImportHook:
+    """A finder for ``sys.meta_path`` that runs `before` and `after` around the first import of one module.
+
+    It is removed after a successful import, and stays after a failed one or a look-up (``importlib.util.find_spec``). A
+    finder must import nothing: the interpreter holds the lock of all imports meanwhile, and a thread that imports
+    another module waits for that lock with the other module's.
+    """
+
+    def __init__(self, module: str, before: Callable[[], None], after: Callable[[], None]) -> None:
+        self.module, self.before, self.after = module, before, after
+
+    def install(self) -> None:
+        """Put the hook before all other finders."""
+        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # a finder needs no base class
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """The spec of a later finder, with a loader around its loader."""
+        if name != self.module or self not in sys.meta_path:
+            return None
+        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # type: ignore[arg-type]
+        for finder in later:
+            find = getattr(finder, "find_spec", None)
+            spec: ModuleSpec | None = find(name, path, target) if find else None
+            if spec is not None:
+                if spec.loader is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
+                return spec
+        return None
+
+
+class _Loader:
+    """Runs a hook's actions around a loader's `exec_module`, and is that loader in everything else."""
+
+    def __init__(self, loader: Any, hook: _ImportHook) -> None:
+        self._loader, self._hook = loader, hook
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        # pickle, pkgutil and reload must find the module's own loader.
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._hook.before()
+        self._loader.exec_module(module)
+        self._hook.after()
+        if self._hook in sys.meta_path:
+            sys.meta_path.remove(self._hook)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def _before_mxnet() -> None:

@@ -1,8 +1,8 @@
 """Run an unchanged script: ``python -m kvstore_hvd train.py ...`` or ``... -m package ...``.
 
-Importing this package, which `-m` has done before this module runs, registers the store. ``import horovod.mxnet`` finds
-this package from here on, unless Horovod is installed. What is left is to run the script as Python itself would: the
-same ``sys.argv``, ``sys.path``, ``__main__``, traceback and exit code.
+`-m` imports this package first, which registers the store. ``import horovod.mxnet`` then finds this package, unless
+Horovod is installed. The script runs as under Python itself: with the same ``sys.argv``, ``sys.path``, ``__main__``,
+traceback and exit code.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ def _run_script(path: str, arguments: list[str]) -> int:
     except OSError as error:
         return _refuse(f"cannot read '{path}': {error.strerror}")
     _prepare([path, *arguments])
-    # What `-m` put there is the current folder; an isolated Python puts nothing there.
+    # `-m` has put the current folder there; an isolated Python puts nothing there.
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
-    # Not runpy: it takes its module away when the script ends, while threads and exit handlers still use it.
+    # Not runpy, which removes its module at the end of the script: threads and exit handlers still use it.
     module = types.ModuleType("__main__")
     module.__dict__.update(
         __file__=os.path.abspath(path),
@@ -105,14 +105,14 @@ def _prepare(argv: list[str]) -> None:
 
 
 def _hide_our_frames() -> None:
-    """Let an unhandled exception's traceback begin in the program, as if Python had started it."""
+    """Begin the traceback of an unhandled exception in the program, as if Python had started it."""
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
         first = trace
         while first is not None and _is_ours(first.tb_frame.f_code.co_filename):
             first = first.tb_next
-        # With nothing left the error is our own, and so is its traceback; or the program could not be compiled.
+        # Without a frame of the program, the error is our own, or the program cannot be compiled.
         if first is not None or isinstance(error, SyntaxError):
             trace = first
         shown(kind, error.with_traceback(trace), trace)

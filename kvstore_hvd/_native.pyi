@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kvstore_hvd.errors import KVHvdError
-from kvstore_hvd.native.records import (
+from kvstore_hvd.native import (
     DeviceOperation,
     EngineStatistics,
     Missed,

@@ -11,7 +11,7 @@ from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.gpu.arrays import DeviceArray, device_array, empty_like, is_on_gpu, synchronize
 from kvstore_hvd.gpu.executor import Executor
 from kvstore_hvd.gpu.runtime import active
-from kvstore_hvd.native.records import DeviceOperation
+from kvstore_hvd.native import DeviceOperation
 from kvstore_hvd.world import process
 from kvstore_hvd.world.gpus import create_executor
 

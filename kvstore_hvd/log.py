@@ -1,7 +1,6 @@
-"""Diagnostics for people: one logger, messages that appear once, and the rank in front of each line.
+"""Diagnostics for people: one logger, messages that appear once, and the rank at the start of each line.
 
-The logger obeys the application: once the root logger has handlers, lines go there and only there. Until then they go
-to stderr. The level comes from the configuration (``KVHVD_LOG_LEVEL``).
+Lines go to the handlers of the root logger, and to stderr if it has none. The level is ``KVHVD_LOG_LEVEL``.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _with_time = False
 
 
 class _StderrHandler(logging.Handler):
-    """Writes to whatever sys.stderr is now, unless the application has its own handlers."""
+    """Writes to the present sys.stderr, unless the application has its own handlers."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers or sys.stderr is None:
@@ -39,24 +38,24 @@ logger.setLevel(logging.WARNING)
 
 
 def set_level(level: str) -> None:
-    """Set the lowest level that is shown: debug, info, warning, error or critical."""
+    """Set the lowest level shown: debug, info, warning, error or critical."""
     logger.setLevel(level.upper())
 
 
 def set_time(shown: bool) -> None:
-    """Begin lines with the time of day, or not."""
+    """Show the time of day at the start of lines, or not."""
     global _with_time
     _with_time = shown
 
 
 def set_rank(rank: int, size: int) -> None:
-    """Put ``[rank r/size]`` before each line from now on; nothing when there is only one worker."""
+    """Show ``[rank r/size]`` at the start of later lines, unless there is one worker."""
     global _rank_text
     _rank_text = f"[rank {rank}/{size}] " if size > 1 else ""
 
 
 def once(key: str, level: int, msg: str, *args: object) -> None:
-    """Log `msg` with `args` at `level`, as `logging` does, but only at the first use of `key` in this process."""
+    """Log `msg` with `args` at `level`, as `logging` does, at the first use of `key` in this process."""
     with _said_lock:
         if key in _said:
             return

@@ -1,7 +1,7 @@
-"""Messages over a stream socket or a pair of pipes: JSON objects whose ``"t"`` is their type, and bytes before them.
+"""Messages over a stream socket or a pair of pipes, and the kinds of messages of launcher, daemons and workers.
 
-Each ends with the end of a line: srun passes on whole lines only.
-Nobody proves here who it is: that is known of a socket before messages pass over it.
+A message is a JSON object whose ``"t"`` is its kind, after optional raw bytes. It ends with a newline, because srun
+passes on whole lines only. The peer of a socket has been authenticated before its first message.
 """
 
 from __future__ import annotations
@@ -9,47 +9,52 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import socket
 import struct
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import IO, Any, Callable
 
-from kvstore_hvd.base.messages import Kinds, take
-
-_LENGTHS = struct.Struct("!II")  # of the object, and of the bytes before it
+# Lengths of the object and of the raw bytes before it.
+_LENGTHS = struct.Struct("!II")
+# Bytes of one read or write.
 _CHUNK = 1 << 18
+# Bytes before the greeting: at most, and those that are kept.
 _MOST_SKIPPED = 1 << 16
 _MOST_SHOWN = 1 << 11
+# Bytes of a wrong message in an error.
 _MOST_QUOTED = 80
+# Digits of a number.
 _MOST_DIGITS = 20
+
+_Take = Callable[[Any], Any]  # returns the value of a field; raises ValueError for a wrong one
+Kinds = Mapping[str, Mapping[str, _Take]]
+
+# Items of a list; Linux starts no command of so many words.
+_MOST_ITEMS = 1 << 20
+_ADDRESS = re.compile(r"\d{1,3}(\.\d{1,3}){3}:\d{1,5}", re.ASCII)
 
 
 class ChannelError(Exception):
-    """The other side is gone, or says what is no message; the text is a sentence."""
-
-
-class _End(Protocol):
-    """A socket, or a file of a pipe."""
-
-    def fileno(self) -> int: ...
-
-    def close(self) -> None: ...
+    """The peer is gone, or has sent no message; the text is a sentence."""
 
 
 class Channel:
-    """One side. Never waits: what cannot be sent at once is kept for `flush`."""
+    """One end of a connection. It never waits: bytes that cannot be sent at once are kept for `flush`.
 
-    # A message of more than `longest` bytes is not received, nor one of no kind of `kinds` (None: all are). `writer` is
-    # the file to write to where that is another one than `reader`. Bytes that come before the `greeting` are no
-    # messages; `skipped` is the end of them. One thread may receive while another sends or flushes; more than one of a
-    # kind need a lock.
+    `receive` refuses messages of more than `longest` bytes and of kinds that are not in `kinds` (None: any kind).
+    `writer` is the file to write to, by default the `reader`. Bytes before the `greeting` are no messages; `skipped` is
+    their end. One thread may receive while another sends or flushes; two threads that receive, or two that send, need a
+    lock.
+    """
 
     def __init__(
         self,
-        reader: _End,
+        reader: socket.socket | IO[bytes],
         kinds: Kinds | None = None,
         longest: int = 1 << 26,
         *,
-        writer: _End | None = None,
+        writer: IO[bytes] | None = None,
         greeting: bytes = b"",
     ) -> None:
         self._ends, self._kinds, self._longest = (reader, writer or reader), kinds, longest
@@ -61,7 +66,7 @@ class Channel:
 
     @property
     def wants_to_write(self) -> bool:
-        """Whether something waits until `write_fd` can be written; then call `flush`."""
+        """Whether `flush` is to be called when `write_fd` can be written."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
@@ -69,19 +74,19 @@ class Channel:
         return self._fd
 
     def close(self) -> None:
-        """Close both descriptors; what has not been written is dropped. May be called again."""
+        """Close both descriptors and drop unsent bytes. May be called again."""
         self._fd = self.write_fd = -1
         for end in self._ends:
             end.close()
 
     def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come, bytes under ``"raw"``. Raises ChannelError when none will come any more."""
+        """The messages that have arrived, with raw bytes under ``"raw"``. Raises ChannelError after the last one."""
         try:
             data = os.read(self._fd, _CHUNK)
         except BlockingIOError:
             return []
         except ConnectionResetError:
-            data = b""  # it was closed before the other side had read everything
+            data = b""  # the peer closed it with unread bytes
         except OSError as error:
             raise ChannelError(f"the connection broke: {error.strerror}.") from None
         if not data:
@@ -107,7 +112,7 @@ class Channel:
         return messages
 
     def _skip(self) -> bool:
-        """Drop what has come before the greeting; whether the greeting has come."""
+        """Drop bytes before the greeting; returns whether the greeting has arrived."""
         before, found, behind = self._received.partition(self._greeting)
         self.skipped = bytes(before[-_MOST_SHOWN:])
         if found:
@@ -117,16 +122,16 @@ class Channel:
         return bool(found)
 
     def send(self, message: dict[str, Any], raw: bytes = b"") -> None:
-        """Send a message. If the other side is gone, `receive` tells, after everything that had still arrived."""
+        """Send a message. `receive` reports the end of the connection, after the messages that had arrived."""
         body = json.dumps(message).encode("ascii") + b"\n"
         self._unsent += _LENGTHS.pack(len(body), len(raw)) + raw + body
         self.flush()
 
     def flush(self) -> None:
-        """Write what waits, as far as the other side takes it now."""
+        """Write unsent bytes, as many as the connection takes now."""
         try:
             while self._unsent:
-                # Copied: a view would forbid to shorten the buffer.
+                # A copy: a view would forbid to shorten the buffer.
                 del self._unsent[: os.write(self.write_fd, bytes(self._unsent[:_CHUNK]))]
         except BlockingIOError:
             pass
@@ -137,7 +142,7 @@ class Channel:
 def _message(body: bytes, kinds: Kinds | None) -> dict[str, Any]:
     message: Any = None
     with contextlib.suppress(ValueError, RecursionError):
-        message = json.loads(body, parse_int=_whole)
+        message = json.loads(body, parse_int=_number)
     if not isinstance(message, dict) or not isinstance(message.get("t"), str):
         raise ChannelError(f"{body[:_MOST_QUOTED]!r} is no message.")
     try:
@@ -146,13 +151,128 @@ def _message(body: bytes, kinds: Kinds | None) -> dict[str, Any]:
         raise ChannelError(f"{body[:_MOST_QUOTED]!r} is no message: {error}.") from None
 
 
-def _whole(digits: str) -> int:
+def _number(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
-        raise ValueError  # a million digits would take long
+        raise ValueError  # the conversion of a million digits takes long
     return int(digits)
 
 
 def peer_process(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user id of the other side of a connected Unix socket, from the kernel."""
+    """Process id and user id of the peer of a connected Unix socket, from the kernel."""
     pid, uid, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
+
+
+# -- Kinds of messages, with a parser for each field -------------------------------------------------------------------
+
+
+def take(message: Mapping[str, Any], kinds: Kinds) -> dict[str, Any]:
+    """The fields of a message of one of these kinds. Raises ValueError for another kind or a wrong field."""
+    kind = message.get("t")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise ValueError("'t'")
+    taken = {"t": kind}
+    for name, field in kinds[kind].items():
+        if name not in message:
+            raise ValueError(f"'{name}' is missing")
+        try:
+            taken[name] = field(message[name])
+        except ValueError:
+            raise ValueError(f"'{name}'") from None
+    return taken
+
+
+def _of(kind: type, is_allowed: Callable[[Any], object] = lambda value: True) -> _Take:
+    def field(value: Any) -> Any:
+        if type(value) is not kind or not is_allowed(value):  # isinstance would take True for a number
+            raise ValueError
+        return value
+
+    return field
+
+
+def _whole(least: int, most: int = (1 << 31) - 1) -> _Take:
+    return _of(int, lambda value: least <= value <= most)
+
+
+def _text(value: Any) -> str:
+    """A text for people: lone surrogates, which no terminal can write, become escapes."""
+    if type(value) is not str:
+        raise ValueError
+    return value.encode("utf-8", "backslashreplace").decode()
+
+
+def _each(field: _Take) -> _Take:
+    is_list = _of(list, lambda value: len(value) <= _MOST_ITEMS)
+    return lambda value: [field(each) for each in is_list(value)]
+
+
+def _within(kinds: Kinds) -> _Take:
+    is_message = _of(dict)
+    return lambda value: take(is_message(value), kinds)
+
+
+_FLAG, _TEXTS, _NUMBERS = _of(bool), _each(_text), _each(_whole(0))
+_GENERATION, _PID, _CODE, _ERRNO, _FD = _whole(-1), _whole(1), _whole(-64, 255), _whole(0), _whole(1, 2)
+_WORKER = _whole(-(1 << 31))  # below 0: a task of the launcher
+_HOST = _of(list, lambda value: len(value) == 2 and all(type(each) is str for each in value))
+_ADDRESSES = _each(_of(str, lambda text: _ADDRESS.fullmatch(text) and int(text.rpartition(":")[2]) < 1 << 16))
+# Bytes of a process's words and variables that are no UTF-8 are surrogates.
+_WORDS = _each(_of(str))
+_VARIABLES = _of(dict, lambda value: all(type(each) is str for each in value.values()))
+_PLACE = {
+    "rank": _whole(0),
+    "size": _whole(1),
+    "hosts": _each(lambda value: _TEXTS(_HOST(value))),
+    "pids": _NUMBERS,
+    "addresses": _each(_ADDRESSES),
+    "places": _NUMBERS,
+}
+
+OF_WORKER: Kinds = {
+    "enter": {"host": lambda value: _TEXTS(_HOST(value)), "pid": _PID, "ranks": _NUMBERS, "addresses": _ADDRESSES},
+    "ready": {"generation": _GENERATION, "cause": _text, "text": _text, "unreached": _NUMBERS},
+    "joined": {"generation": _GENERATION},
+    "synced": {"generation": _GENERATION},
+    "finished": {},
+}
+TO_WORKER: Kinds = {
+    "refused": {"text": _text},
+    "place": _PLACE,
+    "world": {"generation": _GENERATION, "job": _text, **_PLACE},
+    "void": {"generation": _GENERATION, "text": _text},
+    "updated": {"number": _whole(0), "result": _whole(0, 3)},
+    "leave": {"text": _text},
+    "fail": {"text": _text, "fix": _text},
+}
+OF_DAEMON: Kinds = {
+    "up": {"pid": _PID, "version": _text},
+    "beat": {},
+    "say": {"text": _text},
+    "ending": {"text": _text, "code": _whole(1, 255)},
+    "started": {"worker": _WORKER, "pid": _PID},
+    "not_started": {"worker": _WORKER, "text": _text, "errno": _ERRNO},
+    "out": {"worker": _WORKER, "fd": _FD},
+    "exited": {"worker": _WORKER, "code": _CODE},
+    "from": {"worker": _WORKER, "message": _within(OF_WORKER)},
+}
+TO_DAEMON: Kinds = {
+    "beat": {},
+    "ack": {"bytes": _whole(0)},
+    "start": {
+        "worker": _WORKER,
+        "command": _WORDS,
+        "environment": _VARIABLES,
+        "share": _NUMBERS,
+        "line": _FLAG,
+        "stdin": _FLAG,
+        "capture": _FLAG,
+    },
+    "to": {"worker": _WORKER, "message": _within(TO_WORKER)},
+    "signal": {
+        "worker": lambda value: None if value is None else _WORKER(value),
+        "signal": _whole(1, 64),
+        "ended": _FLAG,
+    },
+    "end": {"text": _text},
+}

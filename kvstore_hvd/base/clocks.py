@@ -1,36 +1,35 @@
-"""Time in which this process itself has run: what a limit on others is counted in.
+"""Clocks for limits on waits, which stand still while this process does not run.
 
 A process may be stopped (SIGSTOP, a frozen container, a suspended machine) or get no core for seconds, often together
-with those that it waits for. It has not waited for them meanwhile, so that time does not count.
+with the processes that it waits for. That time does not count as a wait.
 """
 
 from __future__ import annotations
 
 import time
 
-# Whoever waits for others looks at its clock at least so often.
+# Longest time in seconds between two readings of a clock during a wait.
 LOOK_S = 0.5
-# Readings further apart than this show that the process stood still in between.
+# Seconds between two readings from which on the process counts as stopped in between.
 _LONGEST_S = 2 * LOOK_S
-# For how long it may have run before and after that.
+# Seconds that the clock advances by for such a pair of readings.
 _MOMENT_S = 0.1
 
 
 class RunningClock:
-    """A clock that stands still while this process does. For one thread, which reads it at least every `LOOK_S`."""
+    """``time.monotonic()`` without the time in which the process was stopped.
 
-    # Readings that are more than 2 `LOOK_S` apart mean that the process did not run in between: the clock has gone on
-    # by 0.1 s then. At first it shows ``time.monotonic()``.
+    For one thread, which reads the clock at least every `LOOK_S`.
+    """
 
     def __init__(self) -> None:
         self._read_at = self._now = self._begun_at = time.monotonic()
 
     def elapsed(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since the clock was made."""
         return self.now() - self._begun_at
 
     def now(self) -> float:
-        """Seconds."""
         read_at = time.monotonic()
         gap_s = read_at - self._read_at
         self._now += gap_s if gap_s <= _LONGEST_S else _MOMENT_S
@@ -41,21 +40,21 @@ class RunningClock:
 class Deadline:
     """A limit in seconds of a `RunningClock`, from now on. For one thread, which looks at least every `LOOK_S`."""
 
-    # While whoever waits for an earlier limit looks at that one only, the clock of this one would take it for a process
-    # that stands still: the earlier limit is made by `within`, and both have one clock.
+    # A wait for an earlier limit reads that limit only, and the clock of the later one would count the process as
+    # stopped. Therefore `within` makes the earlier limit, with the same clock.
 
     def __init__(self, limit_s: float, clock: RunningClock | None = None) -> None:
         self._clock = clock or RunningClock()
         self._end = self._clock.now() + limit_s
 
     def within(self, limit_s: float) -> Deadline:
-        """Return the deadline that is over after `limit_s` from now, or with this one if that is sooner."""
+        """A deadline in `limit_s` seconds, or that of this one if it is sooner."""
         return Deadline(min(limit_s, self.left()), self._clock)
 
     def left(self) -> float:
-        """Seconds until then; 0 or less when it is over."""
+        """Seconds until the deadline; 0 or less after it."""
         return self._end - self._clock.now()
 
     def wait_s(self, longest_s: float = LOOK_S) -> float:
-        """For how long to wait before the next look: 0 when the deadline is over."""
+        """Seconds to wait before the next reading; 0 after the deadline."""
         return max(0.0, min(self.left(), longest_s, LOOK_S))

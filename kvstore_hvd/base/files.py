@@ -1,4 +1,4 @@
-"""Files that take the place of others once they are complete."""
+"""Files that replace others when they are complete."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from kvstore_hvd import log
 
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+# Attempts of `open_alone`; each meets another process.
 _ATTEMPTS = 10
 
 
 def open_alone(path: str) -> FileIO:
-    """A new file, which no other process writes to; raises BlockingIOError if one does."""
-    # A file that is there is removed, not written to: it may be a link to another file, or a pipe.
+    """A new file that is locked; raises BlockingIOError if another process writes to it."""
+    # An existing file is removed, not written to: it may be a link to another file, or a pipe.
     for _ in range(_ATTEMPTS):
         try:
-            # Without a buffer: a forked child would write what the parent has not yet.
+            # Without a buffer, which a forked child would write, too.
             file = FileIO(os.open(path, _NEW, 0o666), "w")
         except FileExistsError:
             _remove(path)
@@ -34,18 +35,18 @@ def open_alone(path: str) -> FileIO:
         except BaseException:
             file.close()
             raise
-        file.close()  # another process has taken it for that of a killed one
+        file.close()  # another process has removed it, as that of a killed process
     raise _busy(path)
 
 
 def keep_mode(file: int, path: str) -> None:
-    """Give a file that will take the place of `path` the mode of what is there."""
+    """Give a file the mode of `path`, which it will replace."""
     with contextlib.suppress(FileNotFoundError):
         os.fchmod(file, stat.S_IMODE(os.stat(path).st_mode))
 
 
 def _remove(path: str) -> None:
-    """Remove what a killed process has left; raises BlockingIOError if its process runs."""
+    """Remove the file of a killed process; raises BlockingIOError if the process runs."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISREG(os.lstat(path).st_mode):
             os.unlink(path)

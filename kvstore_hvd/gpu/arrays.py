@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvstore_hvd.base.dlpack import DLTensor
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, UnsupportedDtypeError, message
 from kvstore_hvd.gpu.runtime import active, checked, cupy
+from kvstore_hvd.mxnet_compat.arrays import DLTensor
 from kvstore_hvd.native import ITEM_BYTES
 
 #: Number of the default stream in version 3 of ``__cuda_array_interface__``.

@@ -11,21 +11,23 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvstore_hvd import errors, log, native
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, KVHvdError, TransportError, message
 from kvstore_hvd.gpu.kernels import Segment
-from kvstore_hvd.gpu.runtime import Residents, activate, close_all
+from kvstore_hvd.gpu.runtime import activate, checked, close_all, cupy
 from kvstore_hvd.gpu.streams import Event, Stream
-from kvstore_hvd.native.records import DeviceOperation
+from kvstore_hvd.native import DeviceOperation
 
 #: Seconds that a device may take to end after an abort.
 END_S = 10.0
 #: Alignment of pieces in a buffer, in bytes.
 ALIGNMENT = 16
+# Bits of an address within 2 MiB: memory of two devices never shares such a page.
+_PAGE_BITS = 21
 # Seconds between two looks at the device, which does not report its end.
 _LOOK_S = 50e-6
 # Seconds between two looks at the world without work on the device.
@@ -37,12 +39,15 @@ _STOP_S = 60.0
 Batch = Sequence[DeviceOperation]
 
 
-class Completion(ABC):
-    """Operations under way."""
+class Completion:
+    """Operations under way: an iterator that ends when all outputs are written, or raises their failure."""
 
-    @abstractmethod
+    def __init__(self, steps: Iterator[None]) -> None:
+        self._steps = steps
+
     def done(self) -> bool:
-        """Whether all outputs are written; the executor's thread calls it until it is True."""
+        """Whether all outputs are written; the executor's thread calls it until it is True or raises."""
+        return next(self._steps, True) is True
 
 
 class Executor(ABC):
@@ -91,54 +96,55 @@ class DeviceExecutor(Executor):
 
     def __init__(self, ordinal: int, timeout_s: float, stream: Stream | None = None) -> None:
         super().__init__(ordinal, timeout_s, stream)
-        self._residents = Residents(ordinal)
+        self._pages: set[int] = set()  # on the device
 
     def start(self, collective: str, batch: Batch) -> Completion:
         activate(self.ordinal)
-        self._residents.check(address for request in batch for address in (*request.inputs, *request.outputs))
+        for request in batch:
+            for address in (*request.inputs, *request.outputs):
+                if address and address >> _PAGE_BITS not in self._pages:  # an empty array has address 0
+                    self._check_device(address)
+                    self._pages.add(address >> _PAGE_BITS)
         getattr(self, collective)(batch)
-        return EventCompletion(self.stream, self.check, self.abort, self.timeout_s)
+        return Completion(self._steps(Event().record(self.stream)))
+
+    def _check_device(self, address: int) -> None:
+        """Refuse an address that kernels on the device cannot use."""
+        with checked("ask where an array lies"):
+            found = int(cupy().cuda.runtime.pointerGetAttributes(address).device)
+        if found != self.ordinal:
+            place = f"GPU {found}" if found >= 0 else "the CPU"
+            fact = f"an array is on {place}, but this worker's operations are on GPU {self.ordinal}."
+            fix = "use one GPU in each worker, and start a worker for each GPU."
+            raise InvalidRequestError(message(fact, fix=fix))
 
     @abstractmethod
     def check(self) -> None:
         """Raise why enqueued work has failed, on this rank or another."""
 
-
-class EventCompletion(Completion):
-    """Done when the stream has passed an event. After a failure it aborts, and raises when the device is idle."""
-
-    def __init__(self, stream: Stream, check: Callable[[], None], abort: Callable[[], None], timeout_s: float) -> None:
-        self._event = Event().record(stream)
-        self._check, self._abort, self._timeout_s = check, abort, timeout_s
-        self._deadline = Deadline(timeout_s)
-        self._failure: HorovodInternalError | None = None
-        self._is_done = False
-
-    def done(self) -> bool:
-        if self._is_done:
-            return True
-        has_ended = self._event.done()
-        if self._failure is None:
-            try:
-                # An ended kernel is checked, too: after an abort it ends without writing its outputs.
-                self._check()
-                if not has_ended and self._deadline.left() < 0:
-                    fact = f"operations on the GPUs have not ended within {self._timeout_s:g} s."
-                    fix = "see whether a worker, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit."
-                    raise errors.TimeoutError(message(fact, fix=fix))
-            except HorovodInternalError as error:
-                self._failure = error
-                self._deadline = Deadline(END_S)
-                self._abort()
-        if self._failure is not None:
-            if not has_ended and self._deadline.left() > 0:
-                return False
-            close_all(self._event.close)
-            raise self._failure
-        if has_ended:
-            self._event.close()
-            self._is_done = True
-        return self._is_done
+    def _steps(self, event: Event) -> Iterator[None]:
+        """Wait for an event of the stream. After a failure, abort and raise it when the device is idle."""
+        failure, deadline = None, Deadline(self.timeout_s)
+        while True:
+            has_ended = event.done()
+            if failure is None:
+                try:
+                    # An ended kernel is checked, too: after an abort it ends without writing its outputs.
+                    self.check()
+                    if not has_ended and deadline.left() < 0:
+                        fact = f"operations on the GPUs have not ended within {self.timeout_s:g} s."
+                        fix = "see whether a worker, or its GPU, is stuck; KVHVD_TIMEOUT sets the limit."
+                        raise errors.TimeoutError(message(fact, fix=fix))
+                except HorovodInternalError as error:
+                    failure, deadline = error, Deadline(END_S)
+                    self.abort()
+            if has_ended or (failure is not None and deadline.left() <= 0):
+                break
+            yield
+        if failure is not None:
+            close_all(event.close)
+            raise failure
+        event.close()
 
 
 # -- The thread of the device ------------------------------------------------------------------------------------------

@@ -47,64 +47,33 @@ _FAST = ("float16", "bfloat16", "float32")
 # Numbers of ranks for which the two-shot sum of these types is unrolled.
 _UNROLLED = (2, 4, 8)
 
+
+def _structure(fields: str) -> Any:
+    """A structure as C has it, of fields ``name:type``."""
+    return np.dtype([(name, kind) for name, kind in (field.split(":") for field in fields.split())], align=True)
+
+
 #: A tensor, or a part of one, and its place in a fused buffer. ``count`` and ``offset`` (from the start of the buffer)
 #: are bytes, or elements for kernels that convert; ``first_tile`` is the number of tiles of the segments before it; the
 #: exchange copies from the staging memory of ``rank``.
-SEGMENT = np.dtype(
-    [("pointer", "<u8"), ("offset", "<u8"), ("count", "<u8"), ("first_tile", "<u4"), ("rank", "<u4")], align=True
-)
+SEGMENT = _structure("pointer:u8 offset:u8 count:u8 first_tile:u4 rank:u4")
 #: One rank's constants of all launches, in device memory. ``staging``, ``fifo`` and ``control`` hold the addresses of
 #: every rank's memory in this process. ``abort`` points to a 32-bit word that the host sets to 1 to end the kernels,
 #: ``status`` to one that is 0 until a failing kernel writes it (see `Stop`); both may be pinned host memory.
-WORLD = np.dtype(
-    [
-        ("rank", "<u4"),
-        ("ranks", "<u4"),
-        ("slot_vectors", "<u4"),
-        ("padding", "<u4"),
-        ("staging", "<u8", (MAX_RANKS,)),
-        ("fifo", "<u8", (MAX_RANKS,)),
-        ("control", "<u8", (MAX_RANKS,)),
-        ("abort", "<u8"),
-        ("status", "<u8"),
-    ],
-    align=True,
+WORLD = _structure(
+    f"rank:u4 ranks:u4 slot_vectors:u4 padding:u4 staging:{MAX_RANKS}u8 fifo:{MAX_RANKS}u8 control:{MAX_RANKS}u8 "
+    "abort:u8 status:u8"
 )
 #: Arguments of one launch; by value. ``bytes`` is the length of the fused buffer (two-shot, ring). ``staging_offset``,
 #: a multiple of 128, is the buffer's place in the staging memory of all ranks; it alternates between two halves, since
 #: ranks may still read the half of the launch before. ``meet`` is 1 when the kernel waits for the other ranks itself, 0
 #: when the host has ordered all work with events. The scales are float64 and, rounded by the host, float32.
-LAUNCH = np.dtype(
-    [
-        ("inputs", "<u8"),
-        ("outputs", "<u8"),
-        ("bytes", "<u8"),
-        ("staging_offset", "<u8"),
-        ("timeout_ns", "<u8"),
-        ("prescale", "<f8"),
-        ("postscale", "<f8"),
-        ("prescale32", "<f4"),
-        ("postscale32", "<f4"),
-        ("n_inputs", "<u4"),
-        ("n_outputs", "<u4"),
-        ("op", "<u4"),
-        ("meet", "<u4"),
-    ],
-    align=True,
+LAUNCH = _structure(
+    "inputs:u8 outputs:u8 bytes:u8 staging_offset:u8 timeout_ns:u8 prescale:f8 postscale:f8 prescale32:f4 "
+    "postscale32:f4 n_inputs:u4 n_outputs:u4 op:u4 meet:u4"
 )
 #: Arguments of the copies; by value. ``into_buffer``: 1 packs the segments into the buffer, 0 unpacks.
-COPY = np.dtype(
-    [
-        ("segments", "<u8"),
-        ("buffer", "<u8"),
-        ("scale", "<f8"),
-        ("scale32", "<f4"),
-        ("n_segments", "<u4"),
-        ("into_buffer", "<u4"),
-        ("padding", "<u4"),
-    ],
-    align=True,
-)
+COPY = _structure("segments:u8 buffer:u8 scale:f8 scale32:f4 n_segments:u4 into_buffer:u4 padding:u4")
 #: Of one rank: lines of 128 bytes for three counters of every channel, the ranks' flags and four words.
 CONTROL_BYTES = 128 * (3 * MAX_CHANNELS + MAX_RANKS + 4)
 #: ``kvhvd_sizes(unsigned* out)`` writes the sizes of these, in this order, in bytes, then `MAX_RANKS`, `MAX_CHANNELS`,

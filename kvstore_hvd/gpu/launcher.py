@@ -21,8 +21,7 @@ from kvstore_hvd.gpu.kernels import Segment
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import close_all
 from kvstore_hvd.gpu.streams import DeviceMemory, Event, PinnedMemory, Stream
-from kvstore_hvd.native import ITEM_BYTES, OPS
-from kvstore_hvd.native.records import DeviceOperation
+from kvstore_hvd.native import ITEM_BYTES, OPS, DeviceOperation
 
 # Places of the two words that host and kernels share, and bytes of their memory.
 _ABORT, _STATUS, _WORDS_BYTES = 0, 64, 128

@@ -48,14 +48,12 @@ class Kernels:
 
     def limits(self, name: str, dtype: str) -> kernels.Limits:
         """What limits the blocks of a kernel here."""
-        limits = self._limits.get((name, dtype))
-        if limits is None:
+        if (name, dtype) not in self._limits:
             function = self._function(name, dtype)
             with checked(f"ask how many blocks of {name} fit"):
                 blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, kernels.THREADS, 0)
-            limits = kernels.Limits(self._multiprocessors, int(blocks), self._sharers)
-            self._limits[name, dtype] = limits
-        return limits
+            self._limits[name, dtype] = kernels.Limits(self._multiprocessors, int(blocks), self._sharers)
+        return self._limits[name, dtype]
 
     def launch(
         self,
@@ -73,15 +71,12 @@ class Kernels:
             function(grid, threads, arguments, stream=stream, enable_cooperative_groups=waits)
 
     def _function(self, name: str, dtype: str) -> Any:
-        function = self._functions.get((name, dtype))
-        if function is None:
-            module = self._modules.get(dtype)
-            if module is None:
-                module = self._modules[dtype] = _load(dtype, self._architecture)
+        if (name, dtype) not in self._functions:
+            if dtype not in self._modules:
+                self._modules[dtype] = _load(dtype, self._architecture)
             with checked(f"find the kernel {name}"):
-                function = module.get_function(name).kernel
-            self._functions[name, dtype] = function
-        return function
+                self._functions[name, dtype] = self._modules[dtype].get_function(name).kernel
+        return self._functions[name, dtype]
 
 
 def compile_kernels(dtype: str, architecture: int) -> bytes:

@@ -36,8 +36,7 @@ from kvstore_hvd.gpu.nccl import PREMULTIPLIED, NcclCommunicator, NcclLibrary
 from kvstore_hvd.gpu.ring_executor import RingExecutor
 from kvstore_hvd.gpu.runtime import Device, activate, close_all
 from kvstore_hvd.gpu.streams import DeviceMemory, Event, PinnedMemory
-from kvstore_hvd.native import ITEM_BYTES
-from kvstore_hvd.native.records import DeviceOperation
+from kvstore_hvd.native import ITEM_BYTES, DeviceOperation
 
 _FLOATS = ("float16", "bfloat16", "float32", "float64")
 _SUMS = ("sum", "average")

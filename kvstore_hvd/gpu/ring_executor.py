@@ -29,8 +29,7 @@ from kvstore_hvd.gpu.launcher import ENTRIES, GRACE_S, Launcher
 from kvstore_hvd.gpu.module import Kernels
 from kvstore_hvd.gpu.runtime import Device, close_all, shared
 from kvstore_hvd.gpu.streams import DeviceMemory, PeerMemory, Stream
-from kvstore_hvd.native import ITEM_BYTES
-from kvstore_hvd.native.records import DeviceOperation
+from kvstore_hvd.native import ITEM_BYTES, DeviceOperation
 
 _LINE = 128
 _SLOT_VECTORS = 2048  # of a ring's slot: 32 KiB

@@ -13,12 +13,12 @@ import importlib.metadata
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.errors import InvalidRequestError, LaunchError, TransportError, message
+from kvstore_hvd.errors import LaunchError, TransportError, message
 
 #: Extra of this package for each major version of CUDA.
 EXTRAS = {11: "gpu-cu11", 12: "gpu-cu12", 13: "gpu-cu13"}
@@ -28,8 +28,6 @@ _COMPILERS = {11: "nvidia-cuda-nvrtc-cu11", 12: "nvidia-cuda-nvrtc-cu12", 13: "n
 _OLDEST_CUPY, _BEYOND_CUPY = (13,), (15,)
 # The oldest compute capability: our kernels order memory by acquire and release.
 _OLDEST_CAPABILITY = (7, 0)
-# Memory of two devices never shares a page of 2 MiB.
-_PAGE_BITS = 21
 
 _cupy: Any = None
 
@@ -234,27 +232,6 @@ def active(ordinal: int) -> Iterator[None]:
         yield
     finally:
         activate(before)
-
-
-class Residents:
-    """Checks that addresses are on one device, and remembers the pages that are."""
-
-    def __init__(self, ordinal: int) -> None:
-        self._ordinal = ordinal
-        self._known: set[int] = set()
-
-    def check(self, addresses: Iterable[int]) -> None:
-        """Refuse addresses that kernels on the device cannot use; 0, of an empty array, passes."""
-        for address in addresses:
-            if address and address >> _PAGE_BITS not in self._known:
-                with checked("ask where an array lies"):
-                    found = int(cupy().cuda.runtime.pointerGetAttributes(address).device)
-                if found != self._ordinal:
-                    place = f"GPU {found}" if found >= 0 else "the CPU"
-                    fact = f"an array is on {place}, but this worker's operations are on GPU {self._ordinal}."
-                    fix = "use one GPU in each worker, and start a worker for each GPU."
-                    raise InvalidRequestError(message(fact, fix=fix))
-                self._known.add(address >> _PAGE_BITS)
 
 
 def reaches(ordinal: int, devices: Sequence[Device]) -> bool:

@@ -1,7 +1,7 @@
 """Arrays of GPUs by way of the host: where there is no NCCL, and the GPUs do not reach each other's memory.
 
-Each batch is copied into pinned memory, goes through the CPU engine under names of its own, and is copied back. No step
-waits: every call of `done` moves the requests on, from copy to operation to copy.
+Each batch is copied into pinned memory, goes through the CPU engine under names of its own, and is copied back. No call
+waits: every call of `Completion.done` moves the requests on, from copy to operation to copy.
 
 A request's name is its place in the batch. The device thread asks one completion after the other, so all workers submit
 their batches in the same order, and the engine matches the n-th request of a name with the n-th of the others.
@@ -9,7 +9,7 @@ their batches in the same order, and the engine matches the n-th request of a na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,8 @@ from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.errors import message
 from kvstore_hvd.gpu.executor import Batch, Completion, Executor, input_of
 from kvstore_hvd.gpu.runtime import activate, close_all
-from kvstore_hvd.gpu.streams import Event, PinnedMemory, Stream
-from kvstore_hvd.native import ITEM_BYTES
-from kvstore_hvd.native.records import DeviceOperation
+from kvstore_hvd.gpu.streams import Event, PinnedMemory
+from kvstore_hvd.native import ITEM_BYTES, DeviceOperation
 
 # Bytes of the smallest buffer of pinned memory.
 _SMALLEST = 4096
@@ -38,7 +37,7 @@ class StagedExecutor(Executor):
     def start(self, collective: str, batch: Batch) -> Completion:
         activate(self.ordinal)
         stages = [self._stage(collective, request, f"gpu/staged/{place}") for place, request in enumerate(batch)]
-        return _StagedCompletion(self._engine, self.stream, stages, self.timeout_s, self._give_back)
+        return Completion(self._steps(stages, Event().record(self.stream)))
 
     def abort(self) -> None:
         """Nothing: only copies are enqueued, and the engine ends its operations itself."""
@@ -85,12 +84,41 @@ class StagedExecutor(Executor):
         self._all.append(PinnedMemory(size))
         return self._all[-1]
 
-    def _give_back(self, memories: Sequence[PinnedMemory]) -> None:
-        for memory in memories:
-            self._free[memory.nbytes].append(memory)
+    def _steps(self, stages: Sequence[_Stage], copied: Event) -> Iterator[None]:
+        yield from self._wait(copied)
+        for stage in stages:
+            stage.work = self._engine.submit(stage.request)
+        waiting, failure = stages, None
+        while waiting and failure is None:
+            ended = [stage for stage in waiting if stage.work.done]
+            for stage in ended:
+                failure = stage.work.error or failure
+                for output in stage.outputs if failure is None else ():
+                    for start, nbytes in stage.ranges:
+                        self.stream.copy(output + start, stage.result + start, nbytes)
+            waiting = [stage for stage in waiting if stage not in ended]
+            if waiting and failure is None:
+                yield
+        # The error waits for the copies, which write to the arrays.
+        yield from self._wait(Event().record(self.stream))
+        if failure is not None:
+            raise failure
+        for stage in stages:
+            for memory in stage.memories:
+                self._free[memory.nbytes].append(memory)
+
+    def _wait(self, event: Event) -> Iterator[None]:
+        deadline = Deadline(self.timeout_s)
+        while not event.done():
+            if deadline.left() < 0:
+                fact = f"a copy between the GPU and the host has not ended within {self.timeout_s:g} s."
+                fix = "see whether a kernel of the program itself is stuck; KVHVD_TIMEOUT sets the limit."
+                raise errors.TimeoutError(message(fact, fix=fix))
+            yield
+        event.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class _Stage:
     """A request on its way."""
 
@@ -100,69 +128,3 @@ class _Stage:
     ranges: list[tuple[int, int]]  # start and bytes of the parts of the result
     memories: list[PinnedMemory]
     work: Any = None
-
-
-class _StagedCompletion(Completion):
-    def __init__(
-        self,
-        engine: native.Engine,
-        stream: Stream,
-        stages: list[_Stage],
-        timeout_s: float,
-        give_back: Callable[[Sequence[PinnedMemory]], None],
-    ) -> None:
-        self._engine, self._stream, self._stages = engine, stream, stages
-        self._timeout_s, self._give_back = timeout_s, give_back
-        self._waiting = stages  # whose operations the engine has not ended
-        self._copied = self._mark()
-        self._is_submitted = False
-        self._failure: errors.KVHvdError | None = None
-
-    def done(self) -> bool:
-        if not self._stages:
-            return True
-        if not self._is_submitted:
-            if not self._passed():
-                return False
-            for stage in self._stages:
-                stage.work = self._engine.submit(stage.request)
-            self._is_submitted = True
-        if self._waiting:
-            self._waiting = [stage for stage in self._waiting if not self._copy_back(stage)]
-            if self._waiting and self._failure is None:
-                return False
-            self._waiting = []
-            self._copied = self._mark()
-        if not self._passed():
-            return False
-        if self._failure is not None:
-            # The error waits for the copies, which write to the arrays.
-            raise self._failure
-        self._give_back([memory for stage in self._stages for memory in stage.memories])
-        self._stages = []
-        return True
-
-    def _copy_back(self, stage: _Stage) -> bool:
-        if not stage.work.done:
-            return False
-        if stage.work.error is not None:
-            self._failure = stage.work.error
-        if self._failure is None:
-            for output in stage.outputs:
-                for start, nbytes in stage.ranges:
-                    self._stream.copy(output + start, stage.result + start, nbytes)
-        return True
-
-    def _mark(self) -> Event:
-        self._deadline = Deadline(self._timeout_s)
-        return Event().record(self._stream)
-
-    def _passed(self) -> bool:
-        if self._copied.done():
-            self._copied.close()
-            return True
-        if self._deadline.left() < 0:
-            fact = f"a copy between the GPU and the host has not ended within {self._timeout_s:g} s."
-            fix = "see whether a kernel of the program itself is stuck; KVHVD_TIMEOUT sets the limit."
-            raise errors.TimeoutError(message(fact, fix=fix))
-        return False

@@ -30,8 +30,24 @@ _DONE, _NOT_READY = 0, 600  # cudaSuccess, cudaErrorNotReady
 _GRANULE = 2 << 20
 
 
-class Event:
+class _Handle:
+    """An object of CUDA, by its address."""
+
+    address = 0
+    _function = _action = ""  # of the runtime, to destroy it; for errors
+
+    def close(self) -> None:
+        """Destroy the object; a second call does nothing."""
+        if self.address:
+            address, self.address = self.address, 0
+            with checked(self._action):
+                getattr(cupy().cuda.runtime, self._function)(address)
+
+
+class Event(_Handle):
     """A place in a stream, on the device that is current when the event is made."""
+
+    _function, _action = "eventDestroy", "destroy an event"
 
     def __init__(self) -> None:
         runtime = cupy().cuda.runtime
@@ -53,15 +69,14 @@ class Event:
             raise TransportError(message(f"operations on the device failed (cudaError {status}).", fix=fix))
         return status == _DONE
 
-    def close(self) -> None:
-        if self.address:
-            address, self.address = self.address, 0
-            with checked("destroy an event"):
-                cupy().cuda.runtime.eventDestroy(address)
 
+class Stream(_Handle):
+    """A stream of the highest priority on the current device; it does not wait for the default stream.
 
-class Stream:
-    """A stream of the highest priority on the current device; it does not wait for the default stream."""
+    Its work still runs after `close`.
+    """
+
+    _function, _action = "streamDestroy", "destroy a stream"
 
     def __init__(self) -> None:
         runtime = cupy().cuda.runtime
@@ -104,13 +119,6 @@ class Stream:
             log.logger.debug("%s", error)
         return True
 
-    def close(self) -> None:
-        """Destroy the stream; its work still runs."""
-        if self.address:
-            address, self.address = self.address, 0
-            with checked("destroy a stream"):
-                cupy().cuda.runtime.streamDestroy(address)
-
 
 def _by_the_driver(runtime: Any) -> int:
     """A stream of high priority from the driver: CuPy 13 has no call for it, and both kinds of streams are the same."""
@@ -137,8 +145,10 @@ def _this_process() -> str:
     return secrets.token_hex(8)
 
 
-class DeviceMemory:
-    """Zeroed memory on the current device."""
+class DeviceMemory(_Handle):
+    """Zeroed memory on the current device. It is closed after all its `PeerMemory`."""
+
+    _function, _action = "free", "free memory of the GPU"
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = max(1, -(-nbytes // _GRANULE)) * _GRANULE
@@ -160,16 +170,11 @@ class DeviceMemory:
             exported["fault"] = str(error)
         return json.dumps(exported)
 
-    def close(self) -> None:
-        """Free the memory, after all its `PeerMemory`."""
-        if self.address:
-            address, self.address = self.address, 0
-            with checked("free memory of the GPU"):
-                cupy().cuda.runtime.free(address)
 
-
-class PeerMemory:
+class PeerMemory(_Handle):
     """Another worker's `DeviceMemory`, mapped for the current device."""
+
+    _function, _action = "ipcCloseMemHandle", "unmap memory of another worker's GPU"
 
     def __init__(self, exported: str) -> None:
         fields = json.loads(exported)
@@ -187,14 +192,14 @@ class PeerMemory:
             )
 
     def close(self) -> None:
-        if self._is_mapped and self.address:
-            address, self.address = self.address, 0
-            with checked("unmap memory of another worker's GPU"):
-                cupy().cuda.runtime.ipcCloseMemHandle(address)
+        if self._is_mapped:
+            super().close()
 
 
-class PinnedMemory:
-    """Memory of the host that devices copy to and from asynchronously."""
+class PinnedMemory(_Handle):
+    """Memory of the host that devices copy to and from asynchronously. It is closed after all copies."""
+
+    _function, _action = "freeHost", "free pinned memory"
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -206,10 +211,3 @@ class PinnedMemory:
         """The memory as a NumPy array, valid until `close`."""
         raw = (ctypes.c_char * self.nbytes).from_address(self.address)
         return np.frombuffer(memoryview(raw), dtype)
-
-    def close(self) -> None:
-        """Free the memory, after all copies."""
-        if self.address:
-            address, self.address = self.address, 0
-            with checked("free pinned memory"):
-                cupy().cuda.runtime.freeHost(address)

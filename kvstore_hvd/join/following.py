@@ -22,7 +22,7 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import KVHvdError, MismatchError, message
-from kvstore_hvd.native.records import Missed
+from kvstore_hvd.native import Missed
 from kvstore_hvd.world import process
 from kvstore_hvd.world.agree import clock_ahead
 from kvstore_hvd.world.member import Member

@@ -21,7 +21,7 @@ from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutError, message  # noqa: A004 - not the builtin
 from kvstore_hvd.join.following import Pauses, missed_in
-from kvstore_hvd.native.records import Missed
+from kvstore_hvd.native import Missed
 from kvstore_hvd.store.keys import wire_name
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member

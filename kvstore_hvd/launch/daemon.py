@@ -23,10 +23,9 @@ from contextlib import ExitStack
 from typing import Any
 
 from kvstore_hvd import __version__
-from kvstore_hvd.base.channel import Channel, ChannelError, peer_process
+from kvstore_hvd.base.channel import OF_WORKER, TO_DAEMON, Channel, ChannelError, peer_process
 from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.base.cores import usable_cores
-from kvstore_hvd.base.messages import OF_WORKER, TO_DAEMON
 from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from kvstore_hvd import __version__
-from kvstore_hvd.base.channel import Channel, ChannelError
+from kvstore_hvd.base.channel import OF_DAEMON, TO_DAEMON, Channel, ChannelError
 from kvstore_hvd.base.clocks import RunningClock
-from kvstore_hvd.base.messages import OF_DAEMON, TO_DAEMON
 from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.connections import Poller

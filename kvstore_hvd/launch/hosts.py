@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
-from kvstore_hvd.base.limits import limit_of, open_below
+from kvstore_hvd.base.cores import limit_of, open_below
 from kvstore_hvd.errors import LaunchError, message
 
 # The words of a remote shell hold the name of a host: ssh takes a leading hyphen for an option.

@@ -20,7 +20,7 @@ import numpy as np
 from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedMethodError
-from kvstore_hvd.native.records import Statistics
+from kvstore_hvd.native import Statistics
 from kvstore_hvd.store import divergence
 from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.compression import arrays_from, parse_compression, read_residuals, values_of, write_residuals

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvstore_hvd.native.records import Statistics, Times
+from kvstore_hvd.native import Statistics, Times
 from kvstore_hvd.store.keys import MAX_KEYS, Key
 
 #: How a report calls all keys beyond the first `MAX_KEYS`.

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvstore_hvd.base.files import open_alone
-from kvstore_hvd.native.records import TimelineEvent
+from kvstore_hvd.native import TimelineEvent
 
 _FORMAT = 1
 _JSON = json.JSONEncoder(separators=(",", ":"))

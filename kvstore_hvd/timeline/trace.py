@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import IO, Any
 
 from kvstore_hvd.base.files import keep_mode, open_alone
-from kvstore_hvd.native.records import TimelineEvent
+from kvstore_hvd.native import TimelineEvent
 from kvstore_hvd.timeline.parts import Header, read_header, read_lines
 
 # Numbers of calls in names: all calls share a row.

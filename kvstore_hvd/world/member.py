@@ -21,7 +21,7 @@ from kvstore_hvd import gpu, log, mxnet_compat, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, ShutdownError, message
 from kvstore_hvd.mxnet_compat import engine_errors
-from kvstore_hvd.native.records import EngineStatistics
+from kvstore_hvd.native import EngineStatistics
 from kvstore_hvd.world.segment import Connection, refusals_explained
 from kvstore_hvd.world.stall import StallInspector
 from kvstore_hvd.world.topology import Host, Inside, Topology, World

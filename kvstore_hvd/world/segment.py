@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 
 from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.base import cores
-from kvstore_hvd.base.limits import limit_of, open_below
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.gpu.executor import DeviceThread
@@ -168,7 +167,7 @@ def _arena_bytes(topology: Topology) -> int:
     available = _ADDRESS_SPACE
     # The arenas are mapped, and count as a file.
     for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
-        limit = limit_of(kind)
+        limit = cores.limit_of(kind)
         if limit != resource.RLIM_INFINITY:
             available = min(available, limit // 4)
     if topology.inside is not None:
@@ -192,11 +191,11 @@ def _memory_bytes() -> int:
 
 def _check_room(topology: Topology) -> None:
     """Raise LaunchError where this process lacks open files for one more world; other worlds have theirs already."""
-    limit = limit_of(resource.RLIMIT_NOFILE)
+    limit = cores.limit_of(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
     needed = topology.local_size + _OWN_FILES + _SPARE_FILES + (_LINK_FILES if topology.host_count > 1 else 0)
-    used = open_below(limit)
+    used = cores.open_below(limit)
     if limit - used >= needed:
         return
     what = f"process set {topology.inside.number}" if topology.inside is not None else "the world"

@@ -18,7 +18,7 @@ from typing import Any
 
 from kvstore_hvd import log, native
 from kvstore_hvd.base.clocks import LOOK_S, RunningClock
-from kvstore_hvd.native.records import Missed, Waiting
+from kvstore_hvd.native import Missed, Waiting
 from kvstore_hvd.world.topology import Topology
 
 #: What the names of this package's threads begin with; stacks leave those out.

@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.base.channel import Channel, ChannelError, peer_process
-from kvstore_hvd.base.messages import TO_WORKER
+from kvstore_hvd.base.channel import TO_WORKER, Channel, ChannelError, peer_process
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.world.exit import end_by_force

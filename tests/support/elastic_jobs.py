@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd.base.messages import OF_WORKER, TO_WORKER, Kinds, take
+from kvstore_hvd.base.channel import OF_WORKER, TO_WORKER, Kinds, take
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, Tell
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvstore_hvd import native
 from kvstore_hvd.gpu.executor import Completion
-from kvstore_hvd.native.records import DeviceOperation
+from kvstore_hvd.native import DeviceOperation
 from support.patience import patient
 
 _NUMPY = {name: np.dtype(name) for name in native.DTYPES if name != "bfloat16"}

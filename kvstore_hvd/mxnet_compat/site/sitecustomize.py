@@ -11,7 +11,7 @@ import sys
 
 
 class _Before:
-    """A finder. It must import nothing, see base/import_hook.py: its loader imports kvstore_hvd."""
+    """A finder. It must import nothing, see kvstore_hvd/__init__.py: its loader imports kvstore_hvd."""
 
     @classmethod
     def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def] # without typing: faster

@@ -9,8 +9,7 @@ import struct
 import pytest
 
 from kvstore_hvd import __version__
-from kvstore_hvd.base.channel import Channel, ChannelError
-from kvstore_hvd.base.messages import OF_DAEMON, TO_DAEMON, TO_WORKER, take
+from kvstore_hvd.base.channel import OF_DAEMON, TO_DAEMON, TO_WORKER, Channel, ChannelError, take
 from kvstore_hvd.launch import command
 from kvstore_hvd.launch.daemons import Daemons, _Daemon
 from kvstore_hvd.launch.driver import Driver

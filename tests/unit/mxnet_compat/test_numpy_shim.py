@@ -12,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore_hvd import mxnet_compat
-from kvstore_hvd.base.import_hook import ImportHook
+from kvstore_hvd import _ImportHook, mxnet_compat
 from kvstore_hvd.mxnet_compat import numpy_shim
 from support.patience import patient
 
@@ -108,7 +107,7 @@ def test_hook_surrounds_the_first_import_that_succeeds(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.kvhvd_events", events, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    hook = ImportHook("kvhvd_probe", lambda: events.append("before"), lambda: events.append("after"))
+    hook = _ImportHook("kvhvd_probe", lambda: events.append("before"), lambda: events.append("after"))
     hook.install()
     path = tmp_path / "kvhvd_probe.py"
     path.write_text("raise RuntimeError('broken')\n")

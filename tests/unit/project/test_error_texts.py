@@ -19,7 +19,7 @@ PROTOCOLS = {
 }
 # Files whose builtin exceptions are caught by their only callers, or belong to another protocol.
 INTERNAL = {
-    "base/messages.py": "what a message holds; its receivers give the sender up, with an error that names it",
+    "base/channel.py": "what a message holds; its receivers give the sender up, with an error that names it",
     "config.py": "what a parser of a setting refuses; Config.from_environ makes a ConfigError of all of them",
     "launch/jobs.py": "what a worker says and makes no sense is ignored",
     "launch/command.py": "argparse makes a text of it",

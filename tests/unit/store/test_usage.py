@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore_hvd.native.records import Statistics, Times
+from kvstore_hvd.native import Statistics, Times
 from kvstore_hvd.store import usage
 from kvstore_hvd.store.usage import OTHER_KEYS, Batch, Measured, Report, Usage
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.native.records import TimelineEvent
+from kvstore_hvd.native import TimelineEvent
 from kvstore_hvd.timeline.__main__ import main
 from kvstore_hvd.timeline.parts import Header, PartWriter, has_ended, part_path, read_header
 from kvstore_hvd.timeline.trace import _OPEN_ROUNDS, _Rounds, write_trace

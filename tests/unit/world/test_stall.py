@@ -13,7 +13,7 @@ import time
 import pytest
 
 from kvstore_hvd.errors import PeerLostError
-from kvstore_hvd.native.records import Missed, Waiting
+from kvstore_hvd.native import Missed, Waiting
 from kvstore_hvd.world.stall import StallInspector, program_line, python_stacks
 from kvstore_hvd.world.topology import Host, Inside, Topology
 from support.fake_native import FakeAdapter, FakeConnection
