@@ -96,7 +96,7 @@ __all__ = [
 ]
 
 # The modules of the names, imported at the first use of one: the launcher needs none of them, and starts without NumPy.
-_HOMES = (
+_MODULES = (
     "errors",
     "launch.call",
     "join",
@@ -116,8 +116,8 @@ if not TYPE_CHECKING:
             importlib.import_module("kvstore_hvd.mxnet_compat").require_mxnet()
             value = importlib.import_module("kvstore_hvd.store.kvstore").Horovod
         else:
-            homes = (importlib.import_module(f"kvstore_hvd.{home}") for home in _HOMES)
-            value = next(getattr(home, name) for home in homes if name in home.__all__)
+            modules = (importlib.import_module(f"kvstore_hvd.{module}") for module in _MODULES)
+            value = next(getattr(module, name) for module in modules if name in module.__all__)
         globals()[name] = value
         return value
 

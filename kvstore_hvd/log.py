@@ -12,8 +12,8 @@ import time
 
 logger: logging.Logger = logging.getLogger("kvstore_hvd")
 
-_said: set[str] = set()
-_said_lock = threading.Lock()
+_logged: set[str] = set()
+_lock = threading.Lock()
 _rank_text = ""
 _with_time = False
 
@@ -56,8 +56,8 @@ def set_rank(rank: int, size: int) -> None:
 
 def once(key: str, level: int, msg: str, *args: object) -> None:
     """Log `msg` with `args` at `level`, as `logging` does, at the first use of `key` in this process."""
-    with _said_lock:
-        if key in _said:
+    with _lock:
+        if key in _logged:
             return
-        _said.add(key)
+        _logged.add(key)
     logger.log(level, msg, *args)

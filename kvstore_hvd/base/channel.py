@@ -99,8 +99,8 @@ class Channel:
         while len(self._received) - at >= _LENGTHS.size:
             length, more = _LENGTHS.unpack_from(self._received, at)
             if length + more > self._longest:
-                said = f"a message of {length + more} bytes was announced"
-                raise ChannelError(f"{said}; at most {self._longest} are allowed.")
+                fact = f"a message of {length + more} bytes was announced"
+                raise ChannelError(f"{fact}; at most {self._longest} are allowed.")
             begin, end = at + _LENGTHS.size, at + _LENGTHS.size + more + length
             if len(self._received) < end:
                 break

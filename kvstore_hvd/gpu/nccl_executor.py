@@ -134,7 +134,7 @@ class NcclExecutor(DeviceExecutor):
             self._spread(request)
 
     def exchange(self, batch: Batch) -> None:
-        """Waits until all workers have told their parts."""
+        """Waits for the parts of all workers."""
         for request in batch:
             parts_of_all = self._parts_of_all(request)
             source, target = input_of(request), request.outputs[0]
@@ -151,7 +151,7 @@ class NcclExecutor(DeviceExecutor):
                     self.stream.copy(target + place, source + start, nbytes)
 
     def reducescatter(self, batch: Batch) -> None:
-        """Waits until all workers have told their parts."""
+        """Waits for the parts of all workers."""
         how = batch[0]
         item = ITEM_BYTES[how.dtype]
         for request in batch:

@@ -6,8 +6,6 @@
 namespace kvstore_hvd {
 
 // A class of that module, to be called with its fields in their order.
-inline pybind11::object record(const char* name) {
-  return pybind11::module_::import("kvstore_hvd.native").attr(name);
-}
+inline pybind11::object record(const char* name) { return pybind11::module_::import("kvstore_hvd.native").attr(name); }
 
 }  // namespace kvstore_hvd

@@ -30,7 +30,7 @@ CASES = pytest.mark.parametrize(
 @pytest.fixture
 def fresh_log(monkeypatch):
     """Nothing was said yet."""
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
 
 
 def batches_of(rank, devices, seed=1):

@@ -19,7 +19,7 @@ BATCH, STEPS = 4, 3
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch):
     """Nothing was said yet."""
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
 
 
 def batch_of(rank, step):

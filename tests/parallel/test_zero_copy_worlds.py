@@ -83,7 +83,7 @@ def test_a_full_arena(rank, size, caplog):
 
     with settings(KVHVD_ARENA_MIB="1"):
         meet_again()
-        log._said.discard("arena-full")
+        log._logged.discard("arena-full")
         reduced = both(run)
     meet_again()
     assert any(run.inside) == (size > 1)

@@ -77,7 +77,7 @@ def scarce(monkeypatch, caplog):
         assert len([each for each in caplog.messages if "Too many open files. Fix: " in each]) == logged
 
     monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     return SimpleNamespace(socket=Listener, check=check)
 
 

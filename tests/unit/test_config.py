@@ -101,7 +101,7 @@ def test_the_secret_is_never_shown():
 
 
 def test_horovods_other_variables_are_named_once_with_the_reason(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
     monkeypatch.setenv("HOROVOD_AUTOTUNE_LOG", "x")
     monkeypatch.setenv("HOROVOD_MISSPELT", "1")

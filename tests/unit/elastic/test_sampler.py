@@ -80,7 +80,7 @@ def test_record_batch_takes_any_index(place, numbers):
 
 def test_more_batches_than_there_are(place, caplog, monkeypatch):
     """They change nothing; it is said once."""
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     (one,) = samplers(place, 1, range(5))
     for number in range(4):
         one.record_batch(number, 4)

@@ -47,7 +47,7 @@ def engines():
 
 @pytest.fixture
 def cuda(monkeypatch):
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(gpus, "library", refuse)
     with fake_cuda() as machine:
         yield machine
@@ -82,7 +82,7 @@ def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_onc
     made = make_all(engines(2))
     assert {type(one) for one in made} == {RingExecutor}
     close_all(made)
-    log._said.clear()
+    log._logged.clear()
     cuda.peers = lambda own, other: False
     made = make_all(engines(2))
     assert {type(one) for one in made} == {StagedExecutor}

@@ -99,7 +99,7 @@ def test_horovod_itself_comes_first(tmp_path, monkeypatch, caplog, imported):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     if imported:
         importlib.import_module("horovod")
     with caplog.at_level(logging.WARNING, "kvstore_hvd"):

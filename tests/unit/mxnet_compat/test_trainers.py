@@ -24,7 +24,7 @@ def refused(has, exchanged="Nothing"):
 @pytest.fixture
 def said(monkeypatch, caplog):
     """What is logged; nothing was said or exchanged yet."""
-    monkeypatch.setattr(log, "_said", set())
+    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(unsynchronised._Collectives, "counts", unsynchronised._Counts())
     return caplog
 
