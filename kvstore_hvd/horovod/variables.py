@@ -1,6 +1,6 @@
-"""Variables of Horovod that have no effect here: why, as a user is told who has set one; and those of workers.
+"""Variables of Horovod without effect here, with the reason for the user; and the variables of workers.
 
-Those that have an effect are fields of `kvstore_hvd.config.Config`.
+Variables with an effect are fields of `kvstore_hvd.config.Config`.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ OF_WORKERS = (
 )
 
 
-class Seat(NamedTuple):
-    """A worker's place among all workers, among those on its host, and among those with its local rank."""
+class Ranks(NamedTuple):
+    """The rank of a worker among all workers, among those of its host, and among those with its local rank."""
 
     rank: int
     size: int
@@ -81,16 +81,15 @@ class Seat(NamedTuple):
     cross_size: int = 1
 
 
-def of_worker(host: str, seat: Seat) -> dict[str, str]:
-    """The variables of a worker on this host; `host` is how the user calls it."""
-    # Programs ask the last two for what Horovod's launcher says, when it needs no MPI.
-    values = (*seat, host, "gloo", "gloo")
-    return dict(zip(OF_WORKERS, map(str, values)))
+def of_worker(host: str, ranks: Ranks) -> dict[str, str]:
+    """The variables of a worker; `host` is the user's name of its host."""
+    # The last two have the values that Horovod's launcher sets without MPI.
+    return dict(zip(OF_WORKERS, map(str, (*ranks, host, "gloo", "gloo"))))
 
 
 def are_ours(environ: Mapping[str, str], job: str) -> bool:
-    """Whether it is kvhvdrun that has set the variables of workers: here, or for who has started this process."""
-    # Horovod's launcher tells its workers where they find each other, too.
+    """Whether kvhvdrun has set the variables of workers, for this process or its parent."""
+    # Horovod's launcher sets an address for its workers, too.
     is_complete = all(name in environ for name in OF_WORKERS)
     return bool(job) or (is_complete and "HOROVOD_GLOO_RENDEZVOUS_ADDR" not in environ)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -307,6 +309,8 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps, others))
     count = most or max(needed, min(slots, MAX_WORKERS))
     check_count(count)
+    if is_static:  # each slot has a worker
+        hosts = Counter(itertools.islice((host for host, slots in hosts.items() for _ in range(slots)), most))
     cfg = config()
     if capture:
         # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
@@ -321,7 +325,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         start_timeout_s=options.start_timeout or cfg.start_timeout_s,
         **{name: getattr(cfg, name) for name in _TIMES},
         cooldown=_cooldown(options.blacklist_cooldown_range),
-        is_static=is_static,
+        replaces=not is_static,
     )
     return Plan(settings, options, command, inherited, hosts, script, capture, shell, tell)
 

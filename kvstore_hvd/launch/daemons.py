@@ -14,11 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from kvstore_hvd import __version__
-from kvstore_hvd.base.channel import OF_DAEMON, TO_DAEMON, Channel, ChannelError
+from kvstore_hvd.base.channel import OF_DAEMON, TO_DAEMON, Channel, ChannelError, Poller
 from kvstore_hvd.base.clocks import RunningClock
 from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
-from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.daemon import BEAT_S, GREETING, Daemon
 from kvstore_hvd.launch.hosts import is_here, shell_command
 from kvstore_hvd.launch.state import Settings, how_it_ended
@@ -86,7 +85,7 @@ class Daemons:
     def _start_here(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:
         settings = self._settings
         # The end of a launcher ends its line; the lease is for one that stands still, which a static job waits for.
-        lease_s = float("inf") if settings.is_static else settings.lease_s
+        lease_s = settings.lease_s if settings.replaces else float("inf")
         run = lambda: Daemon(Channel(theirs, TO_DAEMON), host, settings.kill_grace_s, lease_s, {}).run()  # noqa: E731
         name = f"of {os.getpid()} for {host}"
         guard = processes.run_guarded(name, (), theirs.fileno(), run, settings.kill_grace_s)

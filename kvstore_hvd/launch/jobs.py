@@ -1,12 +1,16 @@
-"""All decisions about a job, without processes, sockets or a clock of its own.
+"""The decisions about a job. It has no processes, sockets or clock of its own.
 
-Events go in, each with its time; what is to be done comes out as `actions`. Whatever the order of events, the
-decisions depend only on what is known of the workers and slots: after each event they are taken anew.
+Events go in, each with its time. Actions come out, by `Job.take`. Each event has all decisions taken anew from what is
+known of workers and slots, so the order of events does not matter.
+
+An elastic job fills its slots again when workers fail. Its workers form one generation after another: a generation is
+given out when all workers that may be in it are ready; it is lost with a member; the others are then ready again.
+A job that replaces no worker fills each slot once and ends after a failure. Its workers know their ranks from the
+start and meet by themselves, so it has no generations.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import signal
 from collections import Counter
@@ -14,8 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from kvstore_hvd.errors import message, rank_list
-from kvstore_hvd.horovod.variables import Seat
-from kvstore_hvd.launch.hosts import machine_of
+from kvstore_hvd.horovod.variables import Ranks
 from kvstore_hvd.launch.state import (
     ADDED,
     EXIT_FAILED,
@@ -23,10 +26,10 @@ from kvstore_hvd.launch.state import (
     REMOVED,
     Action,
     End,
+    Endpoint,
     Generation,
     Kill,
     Note,
-    Place,
     Settings,
     Slot,
     Slots,
@@ -38,105 +41,92 @@ from kvstore_hvd.launch.state import (
     rank_order,
 )
 
-# Why a worker waits that tells of a lost world; with the others ('updated', 'reset') all come on their own.
+# Causes of 'ready' that report a lost world. After the others ('updated', 'reset') all members come by themselves.
 _LOST = ("lost", "timeout", "meeting")
-# How long the others may take to say that they wait, too, once one of them has said why: from then on they have been
-# told, and nothing but the wait itself can hold them. For other causes it is `Settings.timeout_s`.
+# By cause: seconds in which the other members have to be ready, too. They have been told, so that only the wait itself
+# can hold them up. For other causes it is `Settings.timeout_s`.
 _OTHERS_S = {"timeout": 0.5, "meeting": 5.0}
-# A meeting has a deadline of its own, in the workers. This much later all of them must have said how it went.
+# Workers have a deadline of their own for a meeting. The job waits this much longer.
 _MEETING_EXTRA_S = 10.0
-# A wait is told to the user once it has lasted for so long.
-_TELL_AFTER_S = 10.0
-# Newcomers that fail within this time after they have joined, in so many generations in a row, tell of the program. The
-# first workers of a job do not count: on a bad host many of them may fail, one after the other, while the rest could go
-# on. Nor does SIGKILL, which comes from outside.
+# A wait of this length is reported to the user.
+_REPORT_AFTER_S = 10.0
+# Newcomers that fail within this time after joining, in so many generations in a row, end the job: the program is at
+# fault. The first workers do not count (many may fail on a bad host while the rest could go on), nor does SIGKILL.
 _SOON_S = 60.0
 _MAX_FAILING = 5
-# How long newcomers that are ready wait for others at least; and at most as long as it took the first of them itself.
+# Newcomers wait for others at least this long, and at most as long as the first of them took to be ready.
 _TOGETHER_S = 2.0
 _NOT_NEEDED = "this worker is not needed any more"
-# A worker that the kernel has not ended so long after SIGKILL is taken for gone: it will not run again.
+# A worker that the kernel has not ended in this time after SIGKILL counts as ended: it will not run again.
 _KILL_TAKES_S = 5.0
-# So many worlds in a row that are lost before their workers have met and have the state: there is no end to that.
+# So many generations in a row that are lost before all members have the state end the job.
 _MAX_FAILED_WORLDS = 20
-# One of two hosts that have not reached each other in so many meetings is left out.
+# After so many meetings in which two hosts have not reached each other, one of them is left out.
 _MOST_APART = 3
 
 
 class Job:
-    """The state of a job. What has no `_` before its name is for all to read."""
+    """The state of a job. Attributes without `_` may be read by all."""
 
     def __init__(self, settings: Settings, now: float, last_lines: Callable[[int], Sequence[str]]) -> None:
-        self._settings, self._last_lines = settings, last_lines  # the latter: of a worker on stderr
-        self.slots = Slots(settings.cooldown)  # that there are now
-        self.workers: dict[int, Worker] = {}  # by number, those that have ended too
-        self.generation = Generation(-1, ())  # the last one that was given out
+        self._settings, self._last_lines = settings, last_lines  # `last_lines`: of a worker on stderr
+        self.slots = Slots(settings.cooldown)
+        self.workers: dict[int, Worker] = {}  # by number, with those that have ended
+        self.generation = Generation(-1, ())  # the latest one
         self.wake_at = math.inf  # when `tick` must be called even if nothing happens
-        self.hosts_fault = ""  # what is wrong with the discovery of hosts, as the driver says
+        self.hosts_fault = ""  # of the discovery of hosts, set by the driver
         self._ended_workers: list[Worker] = []  # in the order of their ends
         self._begun = False  # there were slots enough to start
         self._succeeded = False  # a worker has ended with 0
-        self._short_since = now  # workers are waited for, of which there are too few
-        self._told: set[tuple[str, float]] = set()  # of long waits: what is waited for, and since when
-        # In a static job, by worker: the ranks that it waits for, and until when.
+        self._short_since = now  # time from which there are too few workers
+        self._fail_at = math.inf  # end of a job that replaces nobody, after its first failure
+        self._reported: set[tuple[str, float]] = set()  # long waits: which, and since when
+        # In a job that replaces nobody, by worker in init(): the ranks that it waits for, and its deadline.
         self._meeting: dict[int, tuple[list[int], float]] = {}
         self._known: Mapping[str, int] = {}  # the hosts that were discovered last
-        self._leaving: dict[str, str] = {}  # those that will be lost, and why
-        self._changes = 0  # of the hosts
-        self._change = NO_CHANGE  # the one that is being attended to
-        self._resets = 0  # how often the workers have met again, as `--reset-limit` counts it
-        self._counted: set[int] = set()  # changes of the hosts that are in that number
+        self._leaving: dict[str, str] = {}  # hosts that will be lost, and why
+        self._changes = 0  # of the hosts, so far
+        self._change = NO_CHANGE  # the one that is being handled
+        self._resets = 0  # as `--reset-limit` counts them
+        self._counted: set[int] = set()  # changes of the hosts that are in `_resets`
         self._updates = 0
-        self._first_joined_at: float | None = None  # when the first world was joined
-        self._failing: set[int] = set()  # generations in a row in which a newcomer has failed soon
+        self._first_joined_at: float | None = None
+        self._failing: set[int] = set()  # generations in a row in which a newcomer failed soon
         self._failed_worlds = 0  # in a row
         self._failure = ""  # of the last of them
-        # In how many meetings two hosts have not reached each other, since they last met.
-        self._apart: Counter[frozenset[str]] = Counter()
-        self._fail_at = math.inf  # of a static job: when the others have had their time
+        self._apart: Counter[frozenset[str]] = Counter()  # meetings in which two hosts did not reach each other
         self._over = False
         self._actions: list[Action] = []
         self._note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
 
-    # -- What can be asked ----------------------------------------------------------------------------------------
-
     def take(self) -> list[Action]:
-        """What is to be done, in order; told once."""
+        """The actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 
     @property
     def running(self) -> list[Worker]:
-        """The workers whose end is not known."""
         return [worker for worker in self.workers.values() if worker.code is None]
 
-    def seat(self, number: int) -> Seat:
-        """Where a worker will be in its first world, if nothing happens until then; asked when it is started."""
-        if self._settings.is_static:
-            hosts = [machine_of(slot.host) for slot in self.static_slots]
-            counts = {host: itertools.count() for host in hosts}
-            return _seat(number, hosts, [next(counts[host]) for host in hosts])
-        worker = self.workers[number]
-        coming = [each for each in self._outside() if each is worker or each.taking_part]
-        if not self.generation.begun:
-            coming.sort(key=lambda each: self.slots.place_of(each.slot))
-        ranked = rank_order([*(each for each in self.generation.left if each.slot in self.slots), *coming])
-        return _seat(ranked.index(worker), machines(ranked), local_ranks(ranked, self.slots))
-
-    @property
-    def static_slots(self) -> list[Slot]:
-        """The slots of all ranks of a static job."""
-        return list(self.slots)[: self._settings.max_np]
+    def ranks_of(self, number: int) -> Ranks:
+        """The ranks of a worker that starts in its first world, as far as known now."""
+        if self._settings.replaces:
+            worker = self.workers[number]
+            coming = [each for each in self._outside() if each is worker or each.taking_part]
+            if not self.generation.begun:
+                coming.sort(key=lambda each: self.slots.order(each.slot))
+            ranked = rank_order([*(each for each in self.generation.left if each.slot in self.slots), *coming])
+        else:
+            ranked = [Worker(rank, slot, 0.0, NO_CHANGE) for rank, slot in enumerate(self.slots)]
+            worker = ranked[number]
+        rank, hosts, places = ranked.index(worker), machines(ranked), local_ranks(ranked, self.slots)
+        column = [other for other, place in enumerate(places) if place == places[rank]]
+        return Ranks(rank, len(hosts), places[rank], hosts.count(hosts[rank]), column.index(rank), len(column))
 
     # -- Events ---------------------------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> None:
-        if self._settings.is_static and not self._over:
-            self._start_static(now)
-        self._decide(now)
-
     def hosts(self, hosts: Mapping[str, int], now: float) -> None:
-        """These are the hosts now, with so many slots each."""
+        """The hosts are these now, with so many slots each."""
         self._known = hosts
         changes = self.slots.update({host: count for host, count in hosts.items() if host not in self._leaving})
         for event, host, count in changes:
@@ -147,18 +137,20 @@ class Job:
         for worker in self.generation.left:
             gone = worker.slot not in self.slots
             worker.removed_by = (worker.removed_by or self._change) if gone else NO_CHANGE
-        self._decide(now)
+        self.tick(now)
         self._change = NO_CHANGE
 
-    def host_leaves(self, host: str, text: str, now: float) -> None:
-        """A host will be lost soon, because of what `text` says: its workers leave in good order, if they have time."""
-        if not self._over:
+    def host_leaves(self, host: str, text: str, code: int, now: float) -> None:
+        """A host will be lost soon, for the reason `text`: its workers leave, if they have time."""
+        if not self._settings.replaces:
+            self.give_up(f"{text}.\n  Fix: to end a job, send the signal to kvhvdrun.", code)
+        elif not self._over:
             self._leaving[host] = text
             self._note("host_leaves", f"host {host} leaves: {text}.", host=host, text=text)
             self.hosts(self._known, now)
 
     def host_lost(self, host: str, text: str, now: float) -> None:
-        """All workers of a host are gone, because of what `text` says."""
+        """All workers of a host are gone, for the reason `text`."""
         workers = [worker for worker in self.running if worker.slot.host == host]
         if not self._over:
             if any(worker.has_lived_long(now) for worker in workers):
@@ -173,29 +165,29 @@ class Job:
         self.hosts(self._known, now)
 
     def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
-        """There is a reason outside of it to end the job."""
+        """End the job for a reason outside of it."""
         if not self._over:
             self._end(End(code, text))
 
     def started(self, number: int, pid: int, now: float) -> None:
         self.workers[number].pid = pid
         self._note("worker_started", worker=number, slot=str(self.workers[number].slot), pid=pid)
-        self._decide(now)
+        self.tick(now)
 
     def exited(self, number: int, code: int, now: float) -> None:
-        """A worker has ended, with the exit code or minus the signal that killed it."""
+        """A worker has ended, with this exit code or -signal."""
         worker = self.workers[number]
         if worker.code is None:
             self._ended([worker], code, now)
-        self._decide(now)
+        self.tick(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
-        """A worker says something. Raises ValueError, and changes nothing, if that makes no sense."""
+        """A worker has sent a message. Raises ValueError, and changes nothing, if that cannot be."""
         worker = self.workers[number]
         if not worker.alive or self._over:
-            return  # its last words
+            return
         kind = message["t"]
-        if kind != "enter" and worker.place is None:
+        if kind != "enter" and worker.endpoint is None:
             raise ValueError(f"worker {number} says '{kind}' before it has called init()")
         if message.get("generation", -1) > worker.generation:
             raise ValueError(f"worker {number} tells of a generation that it was not given")
@@ -213,24 +205,24 @@ class Job:
         elif not worker.finished:
             worker.finished = True
             self._note("worker_finished", worker=worker.id)
-        self._decide(now)
+        self.tick(now)
 
-    # -- What workers say -----------------------------------------------------------------------------------------
+    # -- Messages of workers --------------------------------------------------------------------------------------
 
     def _on_enter(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
-        ranks, is_static = message["ranks"], self._settings.is_static
+        ranks, replaces = message["ranks"], self._settings.replaces
         are_ranks = {worker.id} <= set(ranks) <= set(range(self._settings.max_np)) and len(set(ranks)) == len(ranks)
-        if is_static and not are_ranks:
+        if not replaces and not are_ranks:
             raise ValueError(f"worker {worker.id} is to meet {rank_list(ranks)}")
         name, identity = message["host"]
-        worker.place = Place(name, identity, message["pid"], tuple(message["addresses"]))
+        worker.endpoint = Endpoint(name, identity, message["pid"], tuple(message["addresses"]))
         self._note("worker_entered", worker=worker.id)
-        if is_static:
+        if not replaces:
             self._meeting[worker.id] = ranks, now + self._settings.start_timeout_s
         elif worker.leaving:
             self._tell(worker.id, "leave", text=_NOT_NEEDED)
         elif not self.generation.begun:
-            # There is nobody yet whom it could keep waiting while it prepares: it waits for the first world at once.
+            # Nobody waits while it prepares: it waits for the first world at once.
             worker.ready = True
             self._expect(now, "start")
         elif worker not in self.generation.members:
@@ -240,24 +232,24 @@ class Job:
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:
-            return  # said before it knew of the world that it has been given since
+            return  # sent before the world that it has been given since arrived
         cause, text, members = message["cause"], message["text"], self.generation.members
         if worker in members and not set(message["unreached"]) <= set(range(len(members))):
             raise ValueError(f"worker {worker.id} has not reached {rank_list(message['unreached'])}")
         worker.ready, worker.finished = True, False
-        if worker in members:
-            pairs = {frozenset((worker.slot.host, members[rank].slot.host)) for rank in message["unreached"]}
-            # A meeting counts once for each two hosts.
-            self._apart.update(pair for pair in pairs - self.generation.apart if len(pair) == 2)
-            self.generation.apart |= pairs
-            if self.generation.phase == "meeting" or cause in _LOST:
-                self._void(cause, text, now)
-            if cause == "updated":
-                self._failing.clear()  # all workers come to a commit
-            self._expect(now, cause)
-        else:
+        if worker not in members:
             worker.ready_at = now
             self._note("newcomer_ready", worker=worker.id)
+            return
+        pairs = {frozenset((worker.slot.host, members[rank].slot.host)) for rank in message["unreached"]}
+        # A meeting counts once for two hosts.
+        self._apart.update(pair for pair in pairs - self.generation.apart if len(pair) == 2)
+        self.generation.apart |= pairs
+        if self.generation.phase == "meeting" or cause in _LOST:
+            self._lose(cause, text, now)
+        if cause == "updated":
+            self._failing.clear()  # all workers come to a commit
+        self._expect(now, cause)
 
     def _on_joined(self, worker: Worker, number: int, now: float) -> None:
         generation = self.generation
@@ -274,6 +266,8 @@ class Job:
             self._apart = Counter({pair: count for pair, count in self._apart.items() if not pair <= hosts})
             self._note("generation_joined", generation=number)
 
+    # -- Ends of workers ------------------------------------------------------------------------------------------
+
     def _ended(self, workers: Sequence[Worker], code: int, now: float, lost: str = "") -> None:
         missed = [worker for worker in workers if worker in self.generation.members and not worker.killed]
         for worker in workers:
@@ -288,11 +282,11 @@ class Job:
             elif not lost:
                 self._on_crash(worker, now)
         for worker in missed:
-            # A finished worker had met the others, also if not all of them have said so yet, and takes nothing with it
-            # that they need; if it does, they say so.
+            # A finished worker had met the others, even if not all of them have said so yet. If it takes something
+            # with it that they need, they say so.
             is_meeting = self.generation.phase == "meeting"
             if not worker.finished and (is_meeting or code != 0):
-                self._void("lost", f"{worker} {worker.ending}", now)
+                self._lose("lost", f"{worker} {worker.ending}", now)
 
     def _on_crash(self, worker: Worker, now: float) -> None:
         if worker.joined_at is not None and not worker.killed and worker.code != -signal.SIGKILL:
@@ -307,11 +301,11 @@ class Job:
             news = f"slot {worker.slot} gets no worker for {seconds:.0f} s: they crash there."
             self._note("slot_blacklisted", news, slot=str(worker.slot), seconds=round(seconds, 3))
 
-    # -- Decisions ------------------------------------------------------------------------------------------------
+    # -- Questions that decisions ask -----------------------------------------------------------------------------
 
     @property
     def _finishing(self) -> bool:
-        """Whether a worker is done: none is started any more, and whoever is left goes on, however few they are."""
+        """Whether a worker is done: no worker starts any more, and the others go on, however few they are."""
         return self._succeeded or any(worker.finished and worker.alive for worker in self.workers.values())
 
     @property
@@ -319,29 +313,29 @@ class Job:
         return 1 if self._finishing else self._settings.min_np
 
     def _world(self, ranked: Sequence[Worker]) -> dict[str, Any]:
-        """What a worker is told of a world."""
-        places = [worker.place or Place("", "") for worker in ranked]
+        """The fields of a message about a world."""
+        endpoints = [worker.endpoint or Endpoint("", "") for worker in ranked]
         return {
             "size": len(ranked),
-            "hosts": [place[:2] for place in places],
-            "pids": [place.pid for place in places],
-            "addresses": [place.addresses for place in places],
+            "hosts": [endpoint[:2] for endpoint in endpoints],
+            "pids": [endpoint.pid for endpoint in endpoints],
+            "addresses": [endpoint.addresses for endpoint in endpoints],
             "places": local_ranks(ranked, self.slots),
         }
 
     def _newcomers(self) -> list[Worker]:
-        """Who waits to be in a world for the first time, oldest first."""
+        """The workers that are ready for their first world, oldest first."""
         return [worker for worker in self._outside() if worker.taking_part and worker.ready]
 
     def _outside(self) -> list[Worker]:
-        """The workers of no world, or of earlier ones."""
+        """The workers that are no members of the present generation."""
         return [worker for worker in self.workers.values() if worker not in self.generation.members]
 
     def _culprit(self, among: Iterable[Worker]) -> Worker | None:
-        """Who of these failed first, not counting those that failed because another did."""
+        """The worker that failed first, without those that failed because another did."""
         chosen = set(among)
         failed = [worker for worker in self._ended_workers if worker in chosen and worker.code and not worker.leaving]
-        # Who ends with this error tells of another's end.
+        # This error reports the end of another worker.
         first = [worker for worker in failed if not any("PeerLostError" in line for line in worker.lines)]
         return next(iter(first or failed), None)
 
@@ -352,78 +346,39 @@ class Job:
         return now >= at
 
     def _takes_long(self, what: str, since: float, now: float) -> bool:
-        """Whether a wait takes long by now: true once."""
-        if (what, since) in self._told or not self._due(since + _TELL_AFTER_S, now):
+        """Whether a wait has become long: true once."""
+        if (what, since) in self._reported or not self._due(since + _REPORT_AFTER_S, now):
             return False
-        self._told.add((what, since))
+        self._reported.add((what, since))
         return True
 
     def _expect(self, now: float, cause: str) -> None:
-        """A worker waits for its next world, and said why: from now on the others' time runs."""
+        """Give the workers that are not ready a deadline: one waits, for this cause."""
         generation = self.generation
         generation.kill_at = min(generation.kill_at, now + _OTHERS_S.get(cause, self._settings.timeout_s))
         generation.waits_since = min(generation.waits_since, now)
 
-    def _decide(self, now: float) -> None:
+    # -- Decisions ------------------------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """Take all decisions anew."""
         self.wake_at, count = math.inf, -1
-        while not self._over and count < len(self._actions):  # what has been decided may take decisions of its own
+        while not self._over and count < len(self._actions):  # decisions may call for further ones
             self.wake_at, count = math.inf, len(self._actions)
-            if self._settings.is_static:
-                self._decide_static(now)
-            else:
-                self._decide_elastic(now)
-
-    def _decide_elastic(self, now: float) -> None:
-        self._kill_late(now)
-        self._ended(self._act_on_time(now), -signal.SIGKILL, now)
-        self._start(now)
-        if self._is_over():
-            return
-        self._see_off(now)
-        if self.generation.phase == "training":
-            self._tell_changes(now)
-        if self.generation.phase != "meeting":
-            self._leave_out(now)
-            waiting = self._form(now)
-            if waiting is None:
-                self._short_since = math.inf
-            else:
-                self._wait_for_more(waiting, now)
-
-    def _start_static(self, now: float) -> None:
-        """Start the next worker, one at a time: signals and failures count from the first one on."""
-        slots, count = self.static_slots, len(self.workers)
-        is_lost = any(worker.lost for worker in self.workers.values())
-        if count < len(slots) and all(worker.pid for worker in self.running) and not is_lost:
-            self._add(slots[count], now)
-
-    def _decide_static(self, now: float) -> None:
-        """Nobody takes anybody's place: a failure ends the job, once the others have had their time to report it."""
-        self._meet_static(now)
-        if self._fail_at == math.inf and any(worker.code for worker in self.workers.values()):
-            self._fail_at = now + self._settings.survivor_time_s
-        are_all_done = len(self.workers) == self._settings.max_np and not self.running
-        if are_all_done or self._due(self._fail_at, now):
-            self._end(self._because_of(self._culprit(self.workers.values())))
-
-    def _meet_static(self, now: float) -> None:
-        """Workers on several hosts learn of each other once all that one waits for have called init()."""
-        for number, (ranks, until) in list(self._meeting.items()):
-            chosen = [self.workers.get(rank) for rank in ranks]
-            there = [worker for worker in chosen if worker is not None and worker.place is not None]
-            if len(there) < len(ranks) and not self._due(until, now):
+            self._kill_late(now)
+            self._ended(self._act_on_time(now), -signal.SIGKILL, now)
+            self._start(now)
+            if self._is_over(now):
+                return
+            if not self._settings.replaces:
+                self._meet_ranks(now)
                 continue
-            del self._meeting[number]
-            if len(there) == len(ranks):
-                world = {**self._world(there), "generation": 0, "job": self._settings.job}
-                self._tell(number, "world", rank=ranks.index(number), **world)
-            else:
-                absent = [rank for rank in ranks if rank not in {worker.id for worker in there}]
-                hosts = ", ".join(dict.fromkeys(self.static_slots[rank].host for rank in absent))
-                limit = f"within {self._settings.start_timeout_s:g} s."
-                text = f"{rank_list(absent)} on {hosts} did not call init() {limit}"
-                fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
-                self._tell(number, "fail", text=text, fix=fix)
+            self._see_off(now)
+            if self.generation.phase == "training":
+                self._tell_changes(now)
+            if self.generation.phase != "meeting":
+                self._leave_out(now)
+                self._form(now)
 
     def _kill_late(self, now: float) -> None:
         generation, late = self.generation, self.generation.late()
@@ -440,37 +395,43 @@ class Job:
         for worker in late:
             self._kill(worker, "it did not answer while the others waited for it", now)
         if late:
-            self._void("timeout", f"{late[0]} was killed: {late[0].killed}", now)
+            self._lose("timeout", f"{late[0]} was killed: {late[0].killed}", now)
         if not generation.begun:
-            self._expect(now, "start")  # of those that take the place of the killed ones
+            self._expect(now, "start")  # of the replacements
 
     def _start(self, now: float) -> None:
-        """Fill the slots with workers."""
+        """Fill the slots with workers; again, where they are replaced."""
         if self._finishing or (self.generation.begun and not self.generation.left):
             return
-        taken = {worker.slot for worker in self.running}  # also by those that leave or were killed
+        holders = self.running if self._settings.replaces else list(self.workers.values())
+        taken = {worker.slot for worker in holders}  # also by workers that leave or were killed
         free = [slot for slot in self.slots if slot not in taken and self._due(self.slots.usable_from(slot), now)]
         if not self._begun:
             if len(free) < max(self._settings.first_np or 0, self._settings.min_np):
                 return
             self._begun = True
-        held = sum(worker.slot in self.slots and not worker.leaving for worker in self.running)
-        for slot in free[: max(0, self._settings.max_np - held)]:
-            self._add(slot, now)
+        room = self._settings.max_np - sum(worker.slot in self.slots and not worker.leaving for worker in holders)
+        if not self._settings.replaces:  # one at a time: signals and failures count from the first one on
+            room = min(room, all(worker.pid for worker in self.running) and not any(worker.lost for worker in holders))
+        for slot in free[: max(0, room)]:
+            worker = Worker(len(self.workers), slot, now, self._change)
+            self.workers[worker.id] = worker
+            self._actions.append(Start(worker.id, slot))
 
-    def _add(self, slot: Slot, now: float) -> None:
-        worker = Worker(len(self.workers), slot, now, self._change)
-        self.workers[worker.id] = worker
-        self._actions.append(Start(worker.id, slot))
-
-    def _is_over(self) -> bool:
-        """End the job when nobody is left who could go on."""
+    def _is_over(self, now: float) -> bool:
+        """End the job when no worker is left that could go on."""
         running, generation = self.running, self.generation
         among = generation.members if generation.begun else self._last_of_slots()
         culprit = self._culprit(among)
-        if self._succeeded and not running:
-            # A host that was lost, or never there, before its workers had called init() takes nothing from the success.
-            culprit = self._culprit(worker for worker in among if worker.place is not None or not worker.lost)
+        if not self._settings.replaces:
+            if any(worker.code for worker in among):  # the others may still report the failure
+                self._fail_at = min(self._fail_at, now + self._settings.survivor_time_s)
+            are_all_done = len(self.workers) == self._settings.max_np and not running
+            if are_all_done or self._due(self._fail_at, now):
+                self._end(self._because_of(culprit))
+        elif self._succeeded and not running:
+            # A host that was lost before its workers had called init() takes nothing from the success.
+            culprit = self._culprit(worker for worker in among if worker.endpoint is not None or not worker.lost)
             self._end(self._because_of(culprit))
         elif generation.begun and self._state_is_lost:
             if not self._succeeded:
@@ -479,7 +440,7 @@ class Job:
                 text = f"no worker of generation {generation.number} is left{what}"
                 self._end(self._because_of(culprit, text, "First"))
         elif not generation.begun and self._begun and not running:
-            # Not those that were lost with their hosts, which are tried again.
+            # Workers that were lost with their hosts are tried again.
             culprit = self._culprit(worker for worker in self.workers.values() if not worker.lost)
             if culprit is not None:
                 self._end(self._because_of(culprit))
@@ -489,12 +450,12 @@ class Job:
         return self._over
 
     def _because_of(self, culprit: Worker | None, text: str = "", which: str = "") -> End:
-        """The job ends with this worker, or for another reason, and then it is the ``'First'`` that failed, or so."""
+        """The end of the job by a worker; with a `text`, `which` says how the worker is related to it."""
         if culprit is None:
             return End(EXIT_FAILED if text else 0, text)
         before = f"{text} {which}, " if text else ""
         name = str(culprit)
-        if self._settings.is_static:
+        if not self._settings.replaces:
             name = f"rank {culprit.id} of {self._settings.max_np} (pid {culprit.pid})"
         code = culprit.code or EXIT_FAILED
         # As a shell gives it: 128 + n when signal n killed a process.
@@ -502,16 +463,36 @@ class Job:
 
     @property
     def _state_is_lost(self) -> bool:
-        """Whether training could only begin anew. Before anybody has said that it has begun, any member will do."""
+        """Whether training could only begin anew. Until a worker has reported the state, each member may have it."""
         having = [worker for worker in self.workers.values() if worker.synced] or self.generation.members
         return all(worker.code is not None or worker.leaving for worker in having)
 
     def _last_of_slots(self) -> list[Worker]:
-        """The last worker of each slot: before the first generation, only a crash that was not made good counts."""
+        """The last worker of each slot: before the first generation, a replaced worker does not count."""
         return list({worker.slot: worker for worker in self.workers.values()}.values())
 
+    def _meet_ranks(self, now: float) -> None:
+        """In a job that replaces nobody: tell workers on several hosts their world once all of it are in init()."""
+        for number, (ranks, until) in list(self._meeting.items()):
+            chosen = [self.workers.get(rank) for rank in ranks]
+            there = [worker for worker in chosen if worker is not None and worker.endpoint is not None]
+            if len(there) < len(ranks) and not self._due(until, now):
+                continue
+            del self._meeting[number]
+            if len(there) == len(ranks):
+                world = {**self._world(there), "generation": 0, "job": self._settings.job}
+                self._tell(number, "world", rank=ranks.index(number), **world)
+            else:
+                absent = sorted(set(ranks) - {worker.id for worker in there}, key=ranks.index)
+                hosts = ", ".join(dict.fromkeys(list(self.slots)[rank].host for rank in absent))
+                names, limit = rank_list(absent), f"{self._settings.start_timeout_s:g} s."
+                fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
+                self._tell(number, "fail", text=f"{names} on {hosts} did not call init() within {limit}", fix=fix)
+
+    # -- Decisions about generations ------------------------------------------------------------------------------
+
     def _see_off(self, now: float) -> None:
-        """Have those leave who are in no world and will not be."""
+        """Have workers leave that are in no world and will not be."""
         for worker in self.running:
             useless = worker.slot not in self.slots or (self._finishing and self.generation.begun)
             if not (useless and worker.taking_part and worker not in self.generation.members):
@@ -522,7 +503,7 @@ class Job:
                 self._dismiss(worker, now)
 
     def _newcomers_may_join(self, now: float) -> bool:
-        """Whether members are to hear of newcomers: once all are ready that were started, or after a brief wait."""
+        """Whether members are told of newcomers: once all that started are ready, or after a brief wait."""
         ready = self._newcomers()
         if not ready or self._finishing:
             return False
@@ -532,18 +513,18 @@ class Job:
         return all(worker.ready for worker in self._outside() if worker.taking_part) or self._due(join_at, now)
 
     def _tell_changes(self, now: float) -> None:
-        """Have the members of the generation come to their next commit, if the next world would be another one."""
+        """Tell the members when the next world would be another one, so that they come to their next commit."""
         generation = self.generation
         if any(worker.ready for worker in generation.left):
             return  # they are coming
-        result = generation.told
+        result = generation.announced
         if any(worker.slot not in self.slots for worker in generation.left):
             result |= REMOVED
         if self._newcomers_may_join(now):
             result |= ADDED
-        if result == generation.told:
+        if result == generation.announced:
             return
-        generation.told = result
+        generation.announced = result
         self._updates += 1
         self._note("updated", generation=generation.number, number=self._updates, result=result)
         for worker in generation.left:
@@ -558,9 +539,9 @@ class Job:
             unreached = Counter(host for pair in pairs for host in pair if set(having) != {host})
             if not unreached:
                 return
-            places = {host: self.slots.place_of(Slot(host, 0)) for host in hosts}
-            out = max(unreached, key=lambda host: (unreached[host], -having[host], places[host]))
-            others = sorted((host for pair in pairs if out in pair for host in pair - {out}), key=places.__getitem__)
+            order = {host: self.slots.order(Slot(host, 0)) for host in hosts}
+            out = max(unreached, key=lambda host: (unreached[host], -having[host], order[host]))
+            others = sorted((host for pair in pairs if out in pair for host in pair - {out}), key=order.__getitem__)
             seconds = self.slots.crashed(out, now, had_begun=False)
             pair = f"it and {', '.join(others)} do not reach each other"
             fact = f"host {out} is left out for {seconds:.0f} s: {pair}."
@@ -572,45 +553,42 @@ class Job:
                     self._dismiss(worker, now)
             left = self.generation.left
 
-    def _form(self, now: float) -> list[Worker] | None:
-        """Give the next generation out, if all are there who must be; returns those who are, if they are too few."""
-        old = self.generation.left
+    def _form(self, now: float) -> None:
+        """Give the next generation out when all its workers are ready; wait for more if they are too few."""
+        old, self._short_since, short_since = self.generation.left, math.inf, self._short_since
         if self.generation.begun and not old:
-            return None  # all have finished
+            return  # all have finished
         awaited = old if self.generation.begun else [worker for worker in self.workers.values() if worker.taking_part]
         complete = all(worker.ready for worker in awaited)
         if not complete and (self.generation.begun or sum(worker.pid > 0 for worker in awaited) >= self._least):
-            return None
-        if (
-            complete
-            and any(worker.synced for worker in self.workers.values())
-            and not any(worker.synced for worker in old)
-        ):
-            # They could only begin anew. Those who have the state are done, or were killed and have not ended yet.
+            return
+        training_has_begun = any(worker.synced for worker in self.workers.values())
+        if complete and training_has_begun and not any(worker.synced for worker in old):
+            # They could only begin anew. The workers with the state are done, or were killed and have not ended yet.
             for worker in old if self._succeeded else ():
                 self._dismiss(worker, now)
-            return None
+            return
         newcomers = self._newcomers() if not (self._finishing and self.generation.begun) else []
         stay = [worker for worker in old if worker.slot in self.slots or self._finishing]
         if old and not (stay or newcomers) and all(worker.slot.host in self._leaving for worker in old):
             for worker in old:
                 self._dismiss(worker, now)
-            return None
+            return
         having = [worker for worker in old if worker.synced] or old
         if (stay or newcomers) and not any(worker in stay for worker in having):
-            # The state would go with the last one that has it.
+            # The state would go with the last worker that has it.
             stay = [worker for worker in old if worker in stay or worker is having[0]]
         chosen = [*stay, *newcomers][: self._settings.max_np]
-        if len(chosen) < self._least or not complete:
-            return chosen
-        self._give_out(chosen, now)
-        return None
+        if complete and len(chosen) >= self._least:
+            self._give_out(chosen, now)
+        else:
+            self._short_since = min(short_since, now)
+            self._wait_for_more(len(chosen), now)
 
-    def _wait_for_more(self, waiting: Sequence[Worker], now: float) -> None:
-        limit = self._settings.elastic_timeout_s
-        since = self._short_since = min(self._short_since, now)
+    def _wait_for_more(self, ready: int, now: float) -> None:
+        limit, since = self._settings.elastic_timeout_s, self._short_since
         if self._begun:
-            what, needed = f"{len(waiting)} workers are ready", self._least
+            what, needed = f"{ready} workers are ready", self._least
         else:
             what, needed = f"there are {len(self.slots)} slots", max(self._least, self._settings.first_np or 0)
         if self._takes_long("short", since, now):
@@ -619,23 +597,22 @@ class Job:
             self._note("too_few", news, text=what, needed=needed, seconds=round(seconds, 3))
         if not self._due(since + limit, now):
             return
-        details = [
-            f"{worker} has not called init()" for worker in self.workers.values() if worker.alive and not worker.place
-        ]
+        alive = [worker for worker in self.workers.values() if worker.alive and not worker.endpoint]
+        details = [f"{worker} has not called init()" for worker in alive]
         details += [f"{worker} {worker.ending}" for worker in self._last_of_slots() if worker.code]
         details += self.hosts_fault.splitlines()
         text = f"{what}, {needed} are needed, and no more came within {limit:g} s."
         self._end(End(EXIT_FAILED, text, tuple(details)))
 
     def _give_out(self, chosen: Sequence[Worker], now: float) -> None:
-        settings = self._settings
-        number = self.generation.number + 1
-        if self.generation.begun:
-            come = {worker.change for worker in chosen if worker not in self.generation.members}
-            gone = {worker.removed_by for worker in self.generation.left if worker not in chosen}
-            # A change of the hosts counts once, also where those that it brings come one by one.
-            changes, is_loss = come | gone, self.generation.phase == "void"
-            self._resets += is_loss or not changes or NO_CHANGE in changes or not changes <= self._counted
+        settings, old = self._settings, self.generation
+        if old.begun:
+            come = {worker.change for worker in chosen if worker not in old.members}
+            gone = {worker.removed_by for worker in old.left if worker not in chosen}
+            # A change of the hosts counts once, also where its workers come one by one.
+            changes = come | gone
+            is_other = not changes or NO_CHANGE in changes or not changes <= self._counted
+            self._resets += old.phase == "lost" or is_other
             self._counted |= changes
         if settings.reset_limit is not None and self._resets > settings.reset_limit:
             text = "Horovod was shutdown because number of resets during elastic job exceeded limit:"  # Horovod's words
@@ -647,12 +624,12 @@ class Job:
             text = f"{self._failed_worlds} worlds in a row were lost before they had begun, the last one with:"
             self._end(End(EXIT_FAILED, f"{text} {self._failure or '?'}"))
             return
-        if self.generation.begun:
+        if old.begun:
             # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
             ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
         else:
-            ranked = rank_order(sorted(chosen, key=lambda worker: self.slots.place_of(worker.slot)))
-        before = self.generation.left
+            ranked = rank_order(sorted(chosen, key=lambda worker: self.slots.order(worker.slot)))
+        left, number = old.left, old.number + 1
         self.generation = Generation(number, ranked, now + settings.start_timeout_s + _MEETING_EXTRA_S)
         world = {"generation": number, **self._world(ranked), "job": settings.job}
         for rank, worker in enumerate(ranked):
@@ -661,18 +638,19 @@ class Job:
         members = [worker.id for worker in ranked]
         text = f"generation {number}: {len(members)} workers ({', '.join(map(str, members))})."
         self._note("generation_ready", text if number > 0 else "", generation=number, workers=members)
-        for worker in before:
+        for worker in left:
             if worker not in ranked:
                 self._dismiss(worker, now)
 
     def _has_worked(self, now: float) -> bool:
-        """Whether the members of this generation have met, and have the state of the training or some time behind."""
+        """Whether all members of this generation have the state, or have trained for some time."""
         has_state = self.generation.synced.issuperset(worker.id for worker in self.generation.members)
         return has_state or now - self.generation.joined_at >= _SOON_S
 
-    def _void(self, cause: str, text: str, now: float) -> None:
+    def _lose(self, cause: str, text: str, now: float) -> None:
+        """The present generation is lost: its members are told, and have to be ready for the next one."""
         generation = self.generation
-        if generation.phase == "void":
+        if generation.phase == "lost":
             return
         self._failed_worlds = 0 if self._has_worked(now) else self._failed_worlds + 1
         self._failure = text
@@ -680,38 +658,41 @@ class Job:
         news = f"generation {generation.number} has not begun: {text}" if is_news else ""
         if generation.phase == "meeting":
             generation.kill_at = generation.waits_since = math.inf
-        generation.phase = "void"
+        generation.phase = "lost"
         self._expect(now, "lost")
         self._note("generation_void", news, generation=generation.number, cause=cause, text=text)
         for worker in generation.members:
             if worker.alive and not worker.ready and not worker.leaving:
                 self._tell(worker.id, "void", generation=generation.number, text=text)
 
+    # -- The end of the job, and of workers: asked to leave, then SIGTERM, then SIGKILL ---------------------------
+
     def _end(self, end: End) -> None:
         self._over = True
+        for start in [action for action in self._actions if isinstance(action, Start)]:
+            self._actions.remove(start)
+            del self.workers[start.worker]
         for worker in self.workers.values():
-            if end.reason and worker.alive and worker.place is not None and not worker.leaving:
+            if end.reason and worker.alive and worker.endpoint is not None and not worker.leaving:
                 self._tell(worker.id, "fail", text=end.reason, fix="see the message of kvhvdrun.")
-        self._actions.append(end)
-
-    # -- Workers that have to go: told to leave, then ended, then killed ------------------------------------------
+        waits = end.reason and self._settings.replaces  # else the others have had their time
+        self._actions.append(end._replace(grace_s=self._settings.survivor_time_s if waits else 0.0))
 
     def _dismiss(self, worker: Worker, now: float) -> None:
-        """This worker is not needed any more."""
         worker.leaving, worker.act_at = True, now
-        if worker.place is not None:  # else there is nobody yet who could hear it
+        if worker.endpoint is not None:  # else no connection leads to it yet
             trained = worker.joined_at is not None
             worker.act_at += self._settings.exit_timeout_s if trained else self._settings.survivor_time_s
             self._tell(worker.id, "leave", text=_NOT_NEEDED)
 
     def _kill(self, worker: Worker, why: str, now: float) -> None:
-        """End a worker at once; it counts as crashed, unless it was to leave."""
+        """Kill a worker; it counts as crashed, unless it was to leave."""
         worker.killed, worker.act_at = why, now + _KILL_TAKES_S
         self._note("worker_killed", f"{worker} is killed: {why}.", worker=worker.id, why=why)
         self._actions.append(Kill(worker.id, signal.SIGKILL, worker.leaving))
 
     def _act_on_time(self, now: float) -> list[Worker]:
-        """Do the next step with workers that have not gone in time; returns those that are to be taken for gone."""
+        """Take the next step with workers that are late to leave; returns those that count as ended from now on."""
         gone = []
         for worker in self.running:
             if not self._due(worker.act_at, now):
@@ -730,9 +711,3 @@ class Job:
 
     def _tell(self, worker: int, kind: str, **fields: Any) -> None:
         self._actions.append(Tell(worker, {"t": kind, **fields}))
-
-
-def _seat(rank: int, hosts: Sequence[str], places: Sequence[int]) -> Seat:
-    """The place of a rank, by the hosts and local ranks of all."""
-    column = [other for other, place in enumerate(places) if place == places[rank]]
-    return Seat(rank, len(hosts), places[rank], hosts.count(hosts[rank]), column.index(rank), len(column))

@@ -19,8 +19,8 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from kvstore_hvd.base.channel import Poller
 from kvstore_hvd.errors import LaunchError, message, printable
-from kvstore_hvd.launch.connections import Poller
 
 # No more is asked of the workers while so many bytes wait to be written.
 _MOST_PENDING = 1 << 18

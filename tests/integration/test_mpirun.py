@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvstore_hvd.horovod.variables import Seat, of_worker
+from kvstore_hvd.horovod.variables import Ranks, of_worker
 from support.launchers import mpirun
 
 OWN = mpirun()
@@ -40,7 +40,7 @@ inodes = [os.fstat(fd).st_ino for fd in fds]
 report(rank=told.pop('rank'), job=world.job, secret=world.secret.hex(), inodes=inodes, **told)
 """
     )
-    reports = run("-np 4", program, launcher=OWN, **of_worker("localhost", Seat(5, 7, 5, 7))).reports()
+    reports = run("-np 4", program, launcher=OWN, **of_worker("localhost", Ranks(5, 7, 5, 7))).reports()
     assert [r["rank"] for r in reports] == [r["local_rank"] for r in reports] == list(range(4))
     for report in reports:
         assert (report["size"], report["local_size"], report["source"]) == (4, 4, "mpi")

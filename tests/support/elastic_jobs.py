@@ -55,10 +55,9 @@ class Play:
             worker, "enter", host=["name", identity], pid=100 + worker, addresses=[f"10.0.0.{worker}:1"], ranks=ranks
         )
 
-    def start_static(self) -> None:
-        """All workers of a static job start."""
-        for number in range(self.settings.max_np or 0):
-            self.job.tick(self.now)
+    def start_all(self) -> None:
+        """The workers of a job that replaces nobody start, one after the other."""
+        for number in range(self.settings.max_np):
             self.job.started(number, 100 + number, self.now)
         self._take()
 
@@ -66,7 +65,7 @@ class Play:
         """Workers wait for their next world: the first one of a job from init() on, others when they say so."""
         for worker in workers:
             known = self.job.workers[worker]
-            if known.place is None:
+            if known.endpoint is None:
                 self.enter(worker)
                 if known.ready or known.generation >= 0:
                     continue

@@ -128,7 +128,7 @@ def test_what_has_no_effect_has_a_reason():
 
 
 def test_nobody_is_told_of_what_kvhvdrun_has_set():
-    own = horovod_variables.of_worker("localhost", horovod_variables.Seat(1, 2, 1, 2))
+    own = horovod_variables.of_worker("localhost", horovod_variables.Ranks(1, 2, 1, 2))
     assert Config.from_environ({**own, "KVHVD_JOB": "j", "HOROVOD_CYCLE_TIME": "5"}).unused == ("HOROVOD_CYCLE_TIME",)
     assert Config.from_environ(own).unused == ()
     assert Config.from_environ({"HOROVOD_CONTROLLER": "gloo"}).unused == ("HOROVOD_CONTROLLER",)

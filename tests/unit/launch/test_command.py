@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_hvd.errors import ConfigError, LaunchError
-from kvstore_hvd.horovod.variables import Seat
+from kvstore_hvd.horovod.variables import Ranks
 from kvstore_hvd.launch import command, hosts
 from kvstore_hvd.launch.discovery import hosts_of_script
 from kvstore_hvd.launch.driver import environment_of
@@ -301,7 +301,7 @@ def test_variables_of_the_workers(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_btl", "^ofi")  # a choice of the user's
     made = plan("-np", "3", "--start-timeout", "7", "true")
     environs = [
-        environment_of(made, rank, Slot("localhost", rank), Seat(rank, 3, rank, 3), "f" * 64) for rank in range(3)
+        environment_of(made, rank, Slot("localhost", rank), Ranks(rank, 3, rank, 3), "f" * 64) for rank in range(3)
     ]
     assert [environ["KVHVD_RANK"] for environ in environs] == ["0", "1", "2"]
     for environ in environs:
@@ -328,7 +328,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
         assert command.main(["-np", "1", "-H", "node1", "--rsh-command", text, "true"]) == 2
         assert fault in capfd.readouterr().err
     made = plan("-np", "3", "-H", "node1:2,localhost:2", "--rsh-command", "env", "true")
-    assert (made.shell, made.hosts) == (["env"], {"node1": 2, "localhost": 2})
+    assert (made.shell, made.hosts) == (["env"], {"node1": 2, "localhost": 1})
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert plan("-H", "node1:2", "true").shell == ["ssh", *ssh]
     assert plan("-H", "localhost:2", "true").shell == []

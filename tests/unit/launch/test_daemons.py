@@ -5,7 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvstore_hvd.launch.connections import Poller
+from kvstore_hvd.base.channel import Poller
 from kvstore_hvd.launch.daemon import Daemon
 from kvstore_hvd.launch.daemons import _Daemon, _fate
 from kvstore_hvd.launch.state import Slot, Slots

@@ -8,8 +8,8 @@ from argparse import Namespace
 
 import pytest
 
+from kvstore_hvd.base.channel import Poller
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch.connections import Poller
 from kvstore_hvd.launch.output import Output
 
 pytestmark = pytest.mark.alike

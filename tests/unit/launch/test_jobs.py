@@ -26,10 +26,10 @@ def test_the_first_generation_begins_when_all_are_ready():
     assert play.notes("generation_joined") == [{"generation": 0}]
 
 
-def test_workers_of_a_static_job_on_several_hosts_meet():
+def test_workers_of_a_job_that_replaces_nobody_meet_over_hosts():
     """Those that one waits for, in the order that it says; who does not come is named, and met later."""
-    play = Play({"a": 1, "b": 2}, min_np=3, max_np=3, is_static=True, start_timeout_s=30)
-    play.start_static()
+    play = Play({"a": 1, "b": 2}, min_np=3, max_np=3, replaces=False, start_timeout_s=30)
+    play.start_all()
     play.enter(0, "a", [0, 1, 2])
     play.enter(2, "b", [2, 0])
     (world,) = play.told(2)
@@ -45,6 +45,30 @@ def test_workers_of_a_static_job_on_several_hosts_meet():
     play.enter(1, "b", [0, 1])
     play.enter(0, "a", [0, 1])
     assert [play.told(number)[-1]["rank"] for number in (0, 1)] == [0, 1]
+
+
+def test_a_job_that_replaces_nobody_starts_one_by_one_and_ends_after_a_failure():
+    """Its survivors have time to report, and the first that is no consequence of another is the reason."""
+    play = Play({"a": 3}, min_np=3, max_np=3, replaces=False, survivor_time_s=2.0)
+    assert play.starts() == [(0, "a:0")]
+    assert play.job.ranks_of(0) == (0, 3, 0, 3, 0, 1)
+    play.start_all()
+    assert play.starts() == [(0, "a:0"), (1, "a:1"), (2, "a:2")]
+    play.end(0, 1, "PeerLostError: rank 1")
+    play.wait(1)
+    play.end(1, -9)
+    assert play.ending is None
+    play.wait(2)
+    assert play.outcome == (137, "rank 1 of 3 (pid 101) was killed by SIGKILL.")
+    assert (play.ending.grace_s, play.starts()[3:]) == (0.0, [])
+
+
+def test_a_job_that_is_over_starts_nobody():
+    play = Play({"a": 2}, min_np=2, max_np=2, replaces=False)
+    play.job.started(0, 100, play.now)  # its next worker is to start
+    play.job.give_up("")
+    play._take()
+    assert (play.starts(), play.running) == ([(0, "a:0")], [0])
 
 
 def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
@@ -134,7 +158,7 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first():
     assert play.meet() == [0, 1, 2, 3]
     assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
     play.kill(0)
-    assert play.job.seat(4) == (2, 4, 0, 3, 0, 2)  # what it begins with
+    assert play.job.ranks_of(4) == (2, 4, 0, 3, 0, 2)  # what it begins with
     play.ready(1, 2, 3)
     play.meet()
     assert places(play) == {"a:1": 0, "a:2": 1, "b:0": 0}
@@ -176,7 +200,7 @@ def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_a
 def test_a_host_that_leaves_is_as_good_as_removed_until_it_is_lost():
     play = Play({"a": 1, "b": 1}, min_np=1, cooldown=(10, 20))
     play.begin()
-    play.job.host_leaves("b", "a notice", play.now)
+    play.job.host_leaves("b", "a notice", 143, play.now)
     play.hosts({"a": 1, "b": 1})  # a script may list it for longer
     assert [told["result"] for told in play.told(0, "updated")] == [1]
     assert play.commit() == [0]
@@ -197,7 +221,7 @@ def test_when_all_hosts_leave_nobody_is_blamed():
     play = Play({"a": 1, "b": 1}, min_np=1)
     play.begin()
     for host in "ab":
-        play.job.host_leaves(host, "a notice", play.now)
+        play.job.host_leaves(host, "a notice", 143, play.now)
     play.ready(0, 1, cause="updated")
     assert [play.told(worker)[-1]["t"] for worker in (0, 1)] == ["leave", "leave"]
     play.end(0)

@@ -29,7 +29,7 @@ def test_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers,
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     made = plan(*arguments, "true")
-    assert not made.settings.is_static
+    assert made.settings.replaces
     assert (made.settings.min_np, made.settings.first_np, made.settings.max_np) == numbers
     assert (made.hosts, made.script) == (slots, None)
 

@@ -251,7 +251,7 @@ class History:
         host = self.rng.choice(HOSTS)
         self.leaving.add(host)
         self.see_hosts()
-        self.job.host_leaves(host, "a notice", self.now)
+        self.job.host_leaves(host, "a notice", 143, self.now)
         self.apply()
 
     def lose_host(self, host):

@@ -105,7 +105,7 @@ def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch):
     """Whatever a worker starts, with all of its variables, with kvhvdrun's taken away, or only those of its rank."""
 
     def horovods(rank, size):
-        return horovod_variables.of_worker("localhost", horovod_variables.Seat(rank, size, rank, size))
+        return horovod_variables.of_worker("localhost", horovod_variables.Ranks(rank, size, rank, size))
 
     assert discover(monkeypatch, horovods(1, 4)).topology.source == "single"
     assert discover(monkeypatch, {"KVHVD_JOB": "job", "HOROVOD_SIZE": "4"}).topology.source == "single"
