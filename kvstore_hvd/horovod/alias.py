@@ -1,7 +1,7 @@
 """The name ``horovod`` for this package, so that ``import horovod.mxnet`` finds it where Horovod is not installed.
 
-A table says which of our modules stands behind a name of Horovod's. They are imported when a program imports the name,
-and both names mean one and the same module. Horovod itself, where it is installed, comes first.
+A table maps names of Horovod to modules of this package. A module is imported when a program imports its name, and both
+names mean the same module. Horovod, if it is installed, has precedence.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from kvstore_hvd import log
 from kvstore_hvd.errors import message
 
 _ROOT = "horovod"
-# The longest name that fits counts; what follows it is a submodule of ours of that name.
+# The longest matching name counts. The rest of the name is that of a submodule.
 _NAMES = {
     _ROOT: "kvstore_hvd.as_horovod",
     "horovod.mxnet": "kvstore_hvd.mxnet",
     "horovod.common": "kvstore_hvd.as_horovod",
     "horovod.common.exceptions": "kvstore_hvd.errors",
 }
-# What the error names that tells of a module that is not there.
+# Listed in the error about a missing module.
 _OFFERED = (
     "horovod.mxnet (with elastic, mpi_ops, compression, functions, process_sets)",
     "horovod.common.exceptions",
@@ -37,8 +37,8 @@ _WRAPPED = "_kvstore_hvd_wraps"
 
 
 def install() -> None:
-    """Let ``import horovod`` find this package from now on, here and in processes that multiprocessing spawns."""
-    # Without effect, and with a warning, where Horovod itself is installed. Calling it again does nothing.
+    """Let ``import horovod`` find this package, here and in processes that multiprocessing spawns."""
+    # With Horovod installed, it only logs a warning. May be called again.
     present = sys.modules.get(_ROOT)
     if present is not None and not _is_ours(present):
         _tell_of_another(getattr(present, "__file__", None))
@@ -49,12 +49,12 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Answer for no name any more; what has been imported stays."""
+    """Find no more names; imported modules stay."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
 
 def installed_horovod() -> ModuleSpec | None:
-    """The specification of a module 'horovod' that is not ours; None when there is none. Imports nothing."""
+    """The specification of a module 'horovod' that is not ours, or None. Imports nothing."""
     for finder in sys.meta_path:
         find_spec: Callable[..., ModuleSpec | None] | None = getattr(finder, "find_spec", None)
         if isinstance(finder, _Finder) or find_spec is None:
@@ -85,13 +85,12 @@ def _tell_of_another(where: object) -> None:
 class _Finder:
     """A finder for ``sys.meta_path`` that knows the names of the table and their submodules."""
 
-    # It stands before all others because a folder 'horovod' in the path, such as a checkout of Horovod's examples,
-    # would pass for a package.
+    # It comes first: a folder 'horovod' in the path (a checkout of Horovod's examples) would pass for a package.
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find one of our modules by its name of Horovod's; None for names that are not ours."""
+        """Find a module by its name in Horovod; None for other names."""
         if name == _ROOT:
             other = installed_horovod()
             if other is not None:
@@ -112,26 +111,26 @@ class _Finder:
                 name=name,
             )
         spec = ModuleSpec(name, _Loader(real_name), origin=real.origin)
-        # A list makes it a package; the finder above answers for what is in it.
+        # A list makes it a package, whose submodules this finder finds.
         spec.submodule_search_locations = None if real.submodule_search_locations is None else []
         return spec
 
 
 class _Loader(Loader):
-    """Loads a name by importing the module that stands behind it."""
+    """Loads a name by importing its module."""
 
     def __init__(self, real_name: str) -> None:
         self._real_name = real_name
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module itself."""
+        """Import the module."""
         module = importlib.import_module(self._real_name)
         self._spec = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module, which has been executed, its own specification back: the import put that of the name."""
+        """Restore the specification of the module, which the import has replaced by that of the name."""
         module.__spec__ = self._spec
 
 
@@ -144,7 +143,7 @@ def _spec_of(real_name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(real_name)
     except ModuleNotFoundError as error:
-        # Above it something is no package, or is missing too. If anything else is missing, that is what is to be said.
+        # A parent is no package, or is missing. Other missing modules are real errors.
         if error.name is None or not (real_name + ".").startswith(error.name + "."):
             raise
         return None
@@ -162,8 +161,7 @@ class _ImportUs:
 
 def _reach_spawned_processes() -> None:
     """Have spawned processes import this package before the program's main module, which imports horovod."""
-    # They inherit the variable that makes the import install the alias (`kvstore_hvd.config.pass_alias_on`), but
-    # nothing else would import the package there in time.
+    # The import installs the alias, by an inherited variable (`kvstore_hvd.config.pass_alias_on`).
     from multiprocessing import spawn
 
     original = spawn.get_preparation_data
@@ -171,7 +169,7 @@ def _reach_spawned_processes() -> None:
         return
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        # Unpickled in this order; what multiprocessing does not know it leaves alone.
+        # Unpickled in this order. multiprocessing ignores unknown keys.
         return {"kvstore_hvd": _ImportUs(), **original(name)}
 
     setattr(get_preparation_data, _WRAPPED, original)

@@ -1,1 +1,1 @@
-"""kvhvdrun: its options, and elastic jobs: who takes part in which generation, and the processes that it takes."""
+"""kvhvdrun and `run`: options, the decisions about a job, its daemons and processes."""

@@ -1,7 +1,7 @@
 """Calling a function in workers from within a program: `run`, as Horovod's ``horovod.run``.
 
-The program starts the launcher as a process of its own, which starts the workers. The function and its results travel
-in files of a temporary folder. The program removes it at the end, or, when it was killed, the launcher.
+The program starts the launcher as a child process, which starts the workers. The function and its results travel in
+files of a temporary folder. The program removes the folder at the end; the launcher does if the program was killed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from kvstore_hvd.errors import (
 __all__ = ["call_function", "run", "run_job"]
 
 _PR_SET_PDEATHSIG = 1
-# The end of the launcher shows itself by the end of its output; unless somebody else holds a pipe open.
+# The end of the launcher closes its output, unless another process holds a pipe open: then it is polled.
 _LOOK_MS = 500
 _CHUNK = 1 << 16
-_DECODER = codecs.getincrementaldecoder("utf-8")
 # The program of launcher and workers. `-m` would look for modules in the working folder first, where a user's
 # json.py or queue.py may lie. The folder of this package comes last: it may hold anything too.
 _PROGRAM = """import sys
@@ -48,6 +47,7 @@ if sys.path[0] == "":
 sys.path.append(sys.argv.pop(1))
 from kvstore_hvd.launch.call import {} as main
 sys.exit(main())"""
+_Readers = dict[int, Callable[[bytes], object]]
 
 
 def run(
@@ -79,32 +79,31 @@ def run(
 ) -> list[Any]:
     """Call a function in new workers on this host, wait for all of them, and return what it returns in each.
 
-    For notebooks and programs that have no launcher around them. The workers are those of kvhvdrun, with the
-    environment, ``sys.path``, ``sys.argv`` and working folder of this process; what they write appears here, with the
-    rank before each line. Nothing of them is left when this returns or raises, Ctrl-C included.
+    For notebooks and programs without a launcher. The workers are those of kvhvdrun, with the environment,
+    ``sys.path``, ``sys.argv`` and working folder of this process. Their output appears here, with the rank before each
+    line. None of them is left when this returns or raises, Ctrl-C included.
 
     Parameters
     ----------
     func : callable
-        The function; it calls ``hvd.init()`` itself. It, its arguments and its results are pickled by cloudpickle,
-        which takes lambdas, closures and what a notebook or script defines by value, and what it imports from modules
-        by name.
+        The function; it calls ``hvd.init()`` itself. Function, arguments and results are pickled by cloudpickle:
+        lambdas, closures and definitions of a notebook or script by value, imports from modules by name.
     args, kwargs : sequence and mapping, optional
         Its arguments, the same in all workers.
     num_proc, np : int, optional
         Number of workers.
     min_num_proc, min_np, max_num_proc, max_np : int, optional
-        Minimum and maximum world size; giving either makes the job elastic. Training that is to survive changes of the
+        Minimum and maximum world size; either makes the job elastic. Training that is to survive changes of the
         workers belongs in a function that `elastic.run` wraps.
     slots, reset_limit, cooldown_range : int, int and pair of float, optional
-        For elastic jobs: slots of a host that is listed without a number; maximum number of resets; how many seconds a
-        slot stays empty after repeated crashes.
+        For elastic jobs: slots of a host that is listed without a number; maximum number of resets; seconds that a slot
+        stays empty after repeated crashes.
     hosts, hostfile : str, optional
-        Where they run, which can only be this host, and how many at most: ``'localhost:4'``, or a file with such lines.
+        This host and the most workers on it: ``'localhost:4'``, or a file with such lines.
     start_timeout : float, optional
         Seconds that the workers may take to find each other.
     output_filename : str, optional
-        Folder that gets a copy of what each rank writes; not for elastic jobs.
+        Folder for a copy of each rank's output; not for elastic jobs.
     verbose : bool or int, optional
         Say what is started, and how it ended.
     executable : str, optional
@@ -133,10 +132,8 @@ def run(
     count = _one_of("num_proc", num_proc, "np", np, default=1)
     least = _one_of("min_num_proc", min_num_proc, "min_np", min_np)
     most = _one_of("max_num_proc", max_num_proc, "max_np", max_np)
-    if count == 1 and (least or most) is not None:
-        count = None  # 1 is the default, and no wish where there are fewest or most workers
     named = {
-        "--num-proc": count,
+        "--num-proc": None if count == 1 and (least or most) is not None else count,  # 1 may be the default only
         "--min-np": least,
         "--max-np": most,
         "--slots-per-host": slots,
@@ -166,8 +163,8 @@ def run(
         try:
             folder = tempfile.mkdtemp(prefix="kvstore_hvd-")
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            with open(os.path.join(folder, "call"), "wb") as file:
-                _dump(file, sys.path, executable is None, sys.argv, (func, tuple(args), dict(kwargs or {})))
+            call = (func, tuple(args), dict(kwargs or {}))
+            _dump(os.path.join(folder, "call"), sys.path, executable is None, sys.argv, call)
         except OSError as error:
             fact = f"the function and its arguments cannot be written to a temporary folder: {error}."
             raise LaunchError(_text(fact, "set TMPDIR to a folder with more room.")) from error
@@ -193,13 +190,16 @@ def _one_of(name: str, value: int | None, short: str, other: int | None, default
 
 
 def _run_launcher(python: str, folder: str, options: Sequence[str]) -> int:
-    """Run kvhvdrun as a child process to its end, and pass its output on; returns its exit code, or minus a signal."""
-    # Whatever interrupts the wait (Ctrl-C, a signal handler that raises, a stream that cannot be written) ends the job
-    # first, and is raised when everything of it is gone. Another Ctrl-C meanwhile kills the workers.
-    worker = [*_program(python, "call_function"), folder]
-    command = [*_program(sys.executable, "run_job"), str(os.getpid()), folder, *options, "--", *worker]
-    # Through a pipe, Python would hold back lines for kilobytes. A terminal's Ctrl-C is for the program, which passes
-    # it on. Not to a descriptor of ours: that of a notebook's stream is the terminal in which it was started.
+    """Run kvhvdrun as a child process to its end, and pass its output on; returns its exit code, or -signal."""
+    # An interrupted wait (Ctrl-C, a signal handler that raises, a stream that cannot be written) ends the job. The
+    # exception is raised when all processes are gone. Another Ctrl-C meanwhile kills the workers.
+    package = os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))
+    worker = [python, "-c", _PROGRAM.format("call_function"), package, folder]
+    launcher = [sys.executable, "-c", _PROGRAM.format("run_job"), package, str(os.getpid()), folder]
+    command = [*launcher, *options, "--", *worker]
+    # PYTHONUNBUFFERED: through a pipe, Python would hold back lines for kilobytes. A session of its own: Ctrl-C of the
+    # terminal is for the program, which passes it on. Pipes: the descriptors of a notebook are those of the terminal
+    # that started it.
     variables, pipe, null = {"PYTHONUNBUFFERED": "1", **environment()}, subprocess.PIPE, subprocess.DEVNULL
     try:
         process = subprocess.Popen(command, env=variables, stdin=null, stdout=pipe, stderr=pipe, start_new_session=True)
@@ -209,9 +209,9 @@ def _run_launcher(python: str, folder: str, options: Sequence[str]) -> int:
     assert process.stdout is not None
     assert process.stderr is not None
     with process.stdout, process.stderr:
-        readers: dict[int, Callable[[bytes], object]] = {
-            process.stdout.fileno(): functools.partial(_pass_on, sys.stdout, _DECODER("replace")),
-            process.stderr.fileno(): functools.partial(_pass_on, sys.stderr, _DECODER("replace")),
+        readers: _Readers = {
+            pipe.fileno(): functools.partial(_pass_on, stream, codecs.getincrementaldecoder("utf-8")("replace"))
+            for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
         }
         try:
             return _wait(process, readers)
@@ -228,10 +228,6 @@ def _run_launcher(python: str, folder: str, options: Sequence[str]) -> int:
             raise
 
 
-def _program(python: str, main: str) -> list[str]:
-    return [python, "-c", _PROGRAM.format(main), os.path.abspath(os.path.join(__file__, *[os.pardir] * 3))]
-
-
 def _pass_on(stream: Any, decoder: codecs.IncrementalDecoder, data: bytes) -> None:
     text = decoder.decode(data, final=not data)
     if text and stream is not None:
@@ -239,8 +235,8 @@ def _pass_on(stream: Any, decoder: codecs.IncrementalDecoder, data: bytes) -> No
         stream.flush()
 
 
-def _wait(process: subprocess.Popen[bytes], readers: dict[int, Callable[[bytes], object]]) -> int:
-    """Read all until the launcher has ended; returns its exit code, or minus a signal."""
+def _wait(process: subprocess.Popen[bytes], readers: _Readers) -> int:
+    """Read all output until the launcher has ended; returns its exit code, or -signal."""
     poll = select.poll()
     for fd in readers:
         poll.register(fd, select.POLLIN)
@@ -253,25 +249,27 @@ def _wait(process: subprocess.Popen[bytes], readers: dict[int, Callable[[bytes],
                 poll.unregister(fd)
                 del readers[fd]
         if not ready and process.poll() is not None:
-            break  # somebody else holds a pipe
+            break  # another process holds a pipe
     return process.wait()
 
 
-def _dump(file: Any, *values: Any) -> None:
+def _dump(path: str, *values: Any) -> None:
     import cloudpickle
 
-    for value in values:
-        cloudpickle.dump(value, file)
+    with open(path, "wb") as file:
+        for value in values:
+            cloudpickle.dump(value, file)
+
+
+# -- Reports: files that workers ('result', 'failure') and the launcher ('refused', 'ended') leave in the folder ------
 
 
 def _report(folder: str, kind: str, value: Any, place: tuple[int, int, int] = (-1, 0, 1)) -> None:
-    """Write a report: of a worker a 'result' or 'failure', of the launcher 'refused' or 'ended' and why."""
-    # The place of a worker is the generation of its world (-1: none), its rank, and the size; in an elastic job, before
-    # its first world, its number in place of the rank, and 0.
+    # `place` of a worker: generation of its world (-1: none), rank and size. In an elastic job, before its first
+    # world: -1, its number, 0.
     name = f"{kind} {' '.join(map(str, place))}"
     part = os.path.join(folder, f"part of {name}")
-    with open(part, "wb") as file:
-        _dump(file, value)
+    _dump(part, value)
     os.rename(part, os.path.join(folder, name))  # as a whole or not at all
 
 
@@ -293,7 +291,7 @@ def _value(path: str) -> Any:
 
 
 def _results(code: int, folder: str) -> list[Any]:
-    """What the function has returned on each rank of the last world, or an error that says why there is nothing."""
+    """The result of each rank of the last world; raises an error if one has none."""
     for *_, path in _reports(folder, "refused"):
         raise LaunchError(_value(path))
     reason = "".join(_value(path) for *_, path in _reports(folder, "ended"))
@@ -313,7 +311,7 @@ def _results(code: int, folder: str) -> list[Any]:
 
 
 def _error(code: int, reason: str, failed: list[tuple[str, bool, bytes]], missing: list[int]) -> RunError:
-    """Why there are no results. The first failure that was not another's consequence comes first."""
+    """Why there are no results: the first failure that is no consequence of another, if there is one."""
     if failed:
         text, _, pickled = next((each for each in failed if not each[1]), failed[0])
         error = RunError(text)
@@ -331,15 +329,17 @@ def _error(code: int, reason: str, failed: list[tuple[str, bool, bytes]], missin
     return RunError(_text(fact, fix))
 
 
+# -- The child processes ----------------------------------------------------------------------------------------------
+
+
 def run_job() -> int:
-    """Run kvhvdrun, and tell the program why a job fails; returns its exit code."""
+    """Run kvhvdrun in a child process of the program, and report why a job fails; returns its exit code."""
     from kvstore_hvd.launch import command
 
     parent, folder = int(sys.argv[1]), sys.argv[2]
-    # When the thread that has started it ends, which waits for it as long as the program lives, the job ends as by
-    # SIGTERM.
+    # The thread that has started this process waits for it. With the end of the thread, the job ends as by SIGTERM.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread may have held signals back
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the thread may have blocked signals
 
     def tell(kind: str, text: str) -> None:
         with contextlib.suppress(OSError):  # the program has ended, and so does this process
@@ -353,7 +353,7 @@ def run_job() -> int:
 
 
 def call_function() -> int:
-    """Call the function; returns 0, or 1 when there is no result. What it raises passes through, once reported."""
+    """Call the function in a worker; returns 0, or 1 without a result. Its exceptions pass through, once reported."""
     from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 
     folder = sys.argv[1]
@@ -374,7 +374,7 @@ def call_function() -> int:
         fact = f"the function called sys.exit({'' if error.code is None else repr(error.code)}), and has no result."
         _fail(folder, fact, "return from the function instead.", error)
         if config().worker is None and error.code in (None, 0):
-            return 1  # the others need not go on; but one of an elastic job may have been told to leave
+            return 1  # ends the others; a worker of an elastic job may have been told to leave
         raise
     except BaseException as error:
         fix = "correct what the traceback shows."
@@ -383,8 +383,8 @@ def call_function() -> int:
     try:
         _report(folder, "result", result, _place())
     except FileNotFoundError:
-        return 1  # the program has gone: nobody waits for it
-    except Exception as error:  # noqa: BLE001 - pickling may raise anything; the program has to be told
+        return 1  # the program has ended
+    except Exception as error:  # noqa: BLE001 - pickling may raise anything
         verb = "written" if isinstance(error, OSError) else "pickled"
         name = f"{type(result).__module__}.{type(result).__qualname__}"
         fix = "return what can be pickled, such as numbers, arrays and dictionaries of them."

@@ -1,4 +1,4 @@
-"""kvhvdrun: start the workers of a job on this host, without MPI."""
+"""The command kvhvdrun: its options, and what they cannot be; ``--check-build``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from kvstore_hvd import __version__
 from kvstore_hvd.config import KNOBS, Config, config, environment
-from kvstore_hvd.errors import ConfigError, LaunchError, message, printable
+from kvstore_hvd.errors import ConfigError, KVHvdError, LaunchError, message, printable
 from kvstore_hvd.launch.discovery import HostDiscoveryScript
 from kvstore_hvd.launch.driver import Driver, Plan
 from kvstore_hvd.launch.hosts import (
@@ -34,19 +34,16 @@ from kvstore_hvd.launch.state import Settings, StartError
 # Folder of the workers' sitecustomize.
 _SITE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "mxnet_compat", "site")
 _HOSTS = ("hosts", "hostfile", "host_discovery_script")
-# Options that make a job elastic, those that are for such a job only, and those that are not.
+# Options that make a job elastic; options of elastic jobs only; options of other jobs only.
 _DECISIVE = ("min_np", "max_np", "host_discovery_script")
 _OF_ELASTIC = ("slots_per_host", "elastic_timeout", "reset_limit", "blacklist_cooldown_range", "event_log")
 _OF_STATIC = ("output_filename", "ranks")
 _COOLDOWN_S, _COOLDOWN_LIMITS_S = (10.0, 300.0), (1.0, 3600.0)
-# Fields of `Settings` that are settings of the package, too.
+# Fields of both `Settings` and `Config`.
 _TIMES = ("timeout_s", "survivor_time_s", "exit_timeout_s", "kill_grace_s", "lease_s")
-_WORDS = {**dict.fromkeys(("true", "yes", "on"), 1), **dict.fromkeys(("false", "no", "off"), 0)}
-_EXIT_USAGE = 2
-_EXIT_NOT_FOUND = 127
-
-# Variables of an mpirun, a horovodrun or a kvhvdrun around this one name one rank: workers that inherited them would
-# all take themselves for it.
+_FLAGS = {**dict.fromkeys(("true", "yes", "on"), 1), **dict.fromkeys(("false", "no", "off"), 0)}
+_EXIT_USAGE, _EXIT_NOT_FOUND = 2, 127
+# Variables of one rank of an mpirun, horovodrun or kvhvdrun around this one. Workers must not inherit them.
 _OF_ONE_RANK = re.compile(
     r"OMPI_(COMM_WORLD|UNIVERSE|WORLD|APP_CTX|FIRST_RANKS|NUM_APP_CTX|FILE_LOCATION|COMMAND|ARGV)"
     r"|OMPI_MCA_(orte_|ess|num_procs|pmix$)|PMI_|PMIX_(?!MCA_)|HYDI_|HYDRA_|MPI_LOCAL"
@@ -64,8 +61,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | None = None) -> int:
     """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code."""
-    # A program that calls a function is told what otherwise is written: why options are 'refused', or why the job has
-    # 'ended'. docs/errors.md lists the exit codes.
+    # `tell` replaces stderr for a program that calls a function: why options are 'refused', or why the job has 'ended'.
+    # docs/errors.md lists the exit codes.
     try:
         _check_streams()
         options = _options(argv)
@@ -73,15 +70,17 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | N
             print(f"kvstore_hvd {__version__}")
             return 0
         if options.check_build:
-            from kvstore_hvd.launch.check_build import build_report  # imports the libraries that it reports
-
-            print(build_report(), end="")
+            print(_build_report(), end="")
             return 0
         return Driver(_plan(options, tell)).run()
     except KeyboardInterrupt:  # before the first worker
         return 128 + signal.SIGINT
     except (LaunchError, ConfigError) as error:
-        _say(str(error)) if tell is None else tell("refused", str(error))
+        if tell is not None:
+            tell("refused", str(error))
+        else:
+            with contextlib.suppress(OSError):
+                os.write(2, f"kvhvdrun: {printable(str(error))}\n".encode(errors="surrogateescape"))
         return error.code if isinstance(error, StartError) else _EXIT_USAGE
 
 
@@ -160,7 +159,7 @@ def _parser() -> _Parser:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line; what is not given there comes from the file of ``--config-file``."""
+    """The options of the command line, and those of ``--config-file`` that are not given there."""
     parser, arguments = _parser(), list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in environment():  # a shell asks for completions
         import argcomplete
@@ -169,15 +168,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     options = _parsed(parser, arguments)
     if options.config_file is None:
         return options
-    are_named = any(getattr(options, name) is not None for name in _HOSTS)  # one takes the place of the others
+    are_named = any(getattr(options, name) is not None for name in _HOSTS)  # each replaces the others
     words = []
     for name, text in _lines_of_file(options.config_file):
         option = f"--{name.replace('_', '-')}"
         action = parser._option_string_actions.get(option)
         if are_named and action is not None and action.dest in _HOSTS:
             continue
-        if action is not None and action.nargs == 0 and text.lower() in _WORDS:
-            words += [option] * _WORDS[text.lower()]
+        if action is not None and action.nargs == 0 and text.lower() in _FLAGS:
+            words += [option] * _FLAGS[text.lower()]
         else:
             is_pair = action is not None and action.nargs == 2
             words += [option, *text.replace(",", " ").split()] if is_pair else [f"{option}={text}"]
@@ -200,7 +199,7 @@ def _parsed(parser: _Parser, arguments: Sequence[str], where: str = "") -> argpa
 
 
 def _lines_of_file(path: str) -> list[tuple[str, str]]:
-    """The names and values of a YAML file, as texts; commas between those of a list."""
+    """The names and values of a YAML file, as texts; a list as values with commas."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -208,7 +207,7 @@ def _lines_of_file(path: str) -> list[tuple[str, str]]:
         raise LaunchError(message("--config-file needs PyYAML, which is not installed.", fix=fix)) from None
     try:
         with open(path, encoding="utf-8") as file:
-            given = yaml.load(file, Loader=yaml.BaseLoader) or {}  # which leaves texts as they stand there
+            given = yaml.load(file, Loader=yaml.BaseLoader) or {}  # leaves texts as they are
         return [(str(key), ",".join(value) if isinstance(value, list) else str(value)) for key, value in given.items()]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         fact = f"the configuration file '{path}' cannot be read: {error}."
@@ -216,7 +215,7 @@ def _lines_of_file(path: str) -> list[tuple[str, str]]:
 
 
 def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command of every worker, and the variables that all of them have."""
+    """The command and the variables of all workers."""
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
         raise LaunchError(message("no command was given.", fix="kvhvdrun -np 2 python train.py"))
@@ -238,9 +237,9 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
             raise LaunchError(message("--checkpoint-every: there is no file.", fix="name it with --checkpoint."))
         inherited["KVHVD_CHECKPOINT_EVERY"] = f"{options.checkpoint_every:g}"
     if options.timeline_filename is not None:
-        path = options.timeline_filename  # DYNAMIC: the program says when, and where
+        path = options.timeline_filename  # DYNAMIC: the program starts timelines
         inherited["HOROVOD_TIMELINE"] = path if path == "DYNAMIC" else _absolute("--timeline-filename", path)
-        inherited.pop("KVHVD_TIMELINE", None)  # would come first
+        inherited.pop("KVHVD_TIMELINE", None)  # has precedence
     paths = (_SITE, inherited.get("PYTHONPATH", ""))
     inherited["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     command[0] = _executable(command, inherited)
@@ -248,7 +247,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
-    """The variables of ``-x NAME=VALUE``, and of ``-x NAME`` with the value that they have here."""
+    """The variables of ``-x NAME=VALUE``, and of ``-x NAME`` with their values here."""
     found = {}
     for name, equals, value in (text.partition("=") for text in given):
         fact, fix = "", "give -x NAME or -x NAME=VALUE."
@@ -276,12 +275,17 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     of_slurm = None
     if hosts is None and options.host_discovery_script is None and tell is None:
         hosts = of_slurm = hosts_of_allocation(environment())
-    if is_static:  # as many as there are
+    if is_static:
         first = most = first or (None if hosts is None else sum(hosts.values()))
         if first is None:
             raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
     least = options.min_np or first or 1
-    _check_order(least, first, most)
+    named = (("--min-np", least), ("-np", first), ("--max-np", most))
+    given = [(name, count) for name, count in named if count is not None]
+    for (name, count), (other, limit) in zip(given, given[1:]):
+        if count > limit:
+            fix = f"{other} {count}, or {name} {limit}."
+            raise LaunchError(message(f"{name} {count} is more than {other} {limit}.", fix=fix))
     needed = max(least, first or 0)
     hosts = hosts or {"localhost": most or needed}
     look_up(hosts)
@@ -313,7 +317,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         hosts = Counter(itertools.islice((host for host, slots in hosts.items() for _ in range(slots)), most))
     cfg = config()
     if capture:
-        # Through a pipe, Python would hold back lines for kilobytes, and lose them when the worker is killed.
+        # Through a pipe, Python would hold back lines for kilobytes, and a killed worker would lose them.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
     settings = Settings(
         job=os.urandom(8).hex(),
@@ -330,15 +334,6 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     return Plan(settings, options, command, inherited, hosts, script, capture, shell, tell)
 
 
-def _check_order(least: int, first: int | None, most: int | None) -> None:
-    named = [("--min-np", least), ("-np", first), ("--max-np", most)]
-    given = [(name, count) for name, count in named if count is not None]
-    for (name, count), (other, limit) in zip(given, given[1:]):
-        if count > limit:
-            fix = f"{other} {count}, or {name} {limit}."
-            raise LaunchError(message(f"{name} {count} is more than {other} {limit}.", fix=fix))
-
-
 def _cooldown(given: Sequence[float] | None) -> tuple[float, float]:
     lower, upper = given or _COOLDOWN_S
     low, high = _COOLDOWN_LIMITS_S
@@ -350,7 +345,7 @@ def _cooldown(given: Sequence[float] | None) -> tuple[float, float]:
 
 def _absolute(option: str, path: str) -> str:
     with contextlib.suppress(FileNotFoundError):  # the working folder has been deleted
-        path = os.path.abspath(path)  # the workers may change their folder first
+        path = os.path.abspath(path)  # workers may change their folder
     if os.path.isdir(path):
         raise LaunchError(message(f"{option}: '{path}' is a folder.", fix="name a file."))
     if os.path.isdir(os.path.dirname(path)):
@@ -359,7 +354,7 @@ def _absolute(option: str, path: str) -> str:
 
 
 def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
-    """The hosts that are named, with their slots; None if none is."""
+    """The hosts of ``-H`` or a host file, with their slots; None without both."""
     named = [f"--{name.replace('_', '-')}" for name in _HOSTS if getattr(options, name) is not None]
     if len(named) > 1:
         raise LaunchError(message(f"both {named[0]} and {named[1]} name hosts.", fix="give one of them."))
@@ -370,7 +365,7 @@ def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
 
 
 def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
-    """The path of the program, found as the shell would."""
+    """The path of the program, as the shell would find it."""
     program = command[0]
     folders = [""] if os.path.dirname(program) else variables.get("PATH", os.defpath).split(os.pathsep)
     for path in (os.path.join(folder, program) for folder in folders):
@@ -386,15 +381,57 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
 
 
 def _check_streams() -> None:
-    """Make sure that descriptors 0, 1 and 2 are open, lest a pipe to a worker take the place of one of them."""
+    """Open descriptors 0, 1 and 2 if they are closed; else a pipe to a worker could get one of these numbers."""
     for fd in range(3):
         try:
             os.fstat(fd)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is `fd`
 
 
-def _say(text: str) -> None:
-    """Write a line of the launcher's own to stderr; what fails is left unsaid."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"kvhvdrun: {printable(text)}\n".encode(errors="surrogateescape"))
+# -- --check-build ------------------------------------------------------------------------------------------------
+
+
+def _build_report() -> str:
+    """What is installed here, a line each, with the reason if it cannot be used."""
+    import importlib
+    import platform
+
+    from kvstore_hvd import mxnet_compat, native
+    from kvstore_hvd.gpu import nccl_library, runtime
+    from kvstore_hvd.horovod.alias import installed_horovod
+    from kvstore_hvd.world import mpi as mpi_world
+
+    def gpus() -> str:
+        cupy, version = runtime.cupy(), runtime.version_text(runtime.driver_version() or 0)
+        return f"{cupy.cuda.runtime.getDeviceCount()}, CuPy {cupy.__version__}, driver for CUDA up to {version}"
+
+    def nccl() -> str:
+        found = nccl_library.library()
+        return f"{found.version_text} ({found.path})"
+
+    which = " (for starting with mpirun only; kvhvdrun needs none)"
+    mpi = _found(lambda: f"{mpi_world.library()}, for starting with its mpirun", which)
+    horovod = installed_horovod()
+    rows = {
+        "MXNet": _found(lambda: mxnet_compat.require_mxnet().__version__),
+        "native engine": _found(lambda: f"sums with {native.simd_target()}"),
+        "one host": "yes: workers meet in shared memory; needs no MPI",
+        "several hosts": "yes: by ssh and TCP" + (", under mpirun by its MPI" if mpi.startswith("yes") else ""),
+        "MPI": mpi,
+        "GPUs": "no: there is no driver (libcuda.so.1)" if runtime.driver_version() is None else _found(gpus),
+        "NCCL": _found(nccl, " (for workers that each have a GPU; others need none)"),
+        "horovod": "not installed: with --as-horovod kvstore_hvd answers for it"
+        if horovod is None
+        else f"installed ({horovod.origin}): --as-horovod leaves `import horovod` to it",
+        "--config-file": _found(lambda: f"PyYAML {importlib.import_module('yaml').__version__}"),
+    }
+    head = f"kvstore_hvd {__version__}, Python {platform.python_version()}, {platform.machine()}"
+    return "\n".join([head, *(f"  {name + ':':<15} {text}" for name, text in rows.items())]) + "\n"
+
+
+def _found(tell: Callable[[], str], if_not: str = "") -> str:
+    try:
+        return f"yes: {tell()}"
+    except (KVHvdError, ImportError) as error:
+        return "no: " + str(error).split("\n", 1)[0] + if_not

@@ -1,9 +1,9 @@
 """The daemon of a job on one host.
 
-Starts and reaps the workers of its host as the launcher tells it, and passes on what they write, and messages between
-them and the launcher. It outlives the launcher: when that is gone, or has said nothing for the length of the lease, it
-ends the workers and itself. On the launcher's host it is a fork of it; elsewhere a remote shell starts `serve`, and its
-standard input and output are the line.
+It starts and reaps the workers of its host for the launcher, and passes on their output, and messages between them and
+the launcher. It outlives the launcher: when the launcher has ended or been silent for the length of the lease, the
+daemon ends the workers and itself. On the launcher's host it is a fork of the launcher. Elsewhere a remote shell starts
+`serve`, whose standard input and output are the control connection.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from kvstore_hvd.launch.hosts import MAX_WORKERS
 from kvstore_hvd.launch.state import EXIT_NOT_STARTED
 
 BEAT_S = 0.25
-#: Ends what a login shell prints before the first message of a daemon on another host.
+#: Ends the output of a login shell before the first message of a daemon on another host.
 GREETING = b"\0kvstore_hvd daemon\n"
 #: Bytes of output that a daemon may send before the launcher has acknowledged some of it.
 WINDOW = 1 << 18
-# After the loss of the launcher everything has to be gone within five seconds.
+# Grace of workers after the loss of the launcher; all has to be gone within five seconds.
 _ORPHAN_GRACE_S = 1.0
-# Once the workers have been killed: for the kernel to end them, and for the launcher to hear of it.
+# Time for the kernel to end killed workers, and for the launcher to hear of it.
 _KILLED_S = 1.0
-# Once all processes are gone, how long a stream may stay open (held by a process of another user).
+# Time that a stream may stay open (held by a process of another user) after the last process of the job.
 _DRAIN_S = 2.0
-# Out of descriptors or memory.
+# Pause when descriptors or memory are short.
 _SCARCE_S = 0.1
 _LONGEST_OF_WORKERS = 1 << 20  # bytes of a message
-_READS = 100  # of a line whose end is awaited: a worker that writes without end must not hold up the others
-_CHUNK = 1 << 16  # what a pipe holds
+_READS = 100  # of a connection that is to end: a worker that writes without end must not hold up the others
+_CHUNK = 1 << 16  # capacity of a pipe
 
 
 class _Worker:
-    """A process that this daemon has started; a negative number is that of a task of the launcher's own."""
+    """A process that this daemon has started; a negative number is that of a task of the launcher."""
 
-    line: Channel | None = None
-    kill_at = math.inf  # when it is killed, because it has been told to end
+    connection: Channel | None = None
+    kill_at = math.inf  # deadline of a worker that has been signalled to end
 
     def __init__(self, number: int, pid: int, streams: dict[int, int]) -> None:
         # `pid` is also of its group and session, `streams` are our ends by its descriptors 1 and 2.
@@ -66,30 +66,29 @@ class Daemon:
     def __init__(
         self, launcher: Channel, host: str, kill_grace_s: float, lease_s: float, variables: Mapping[str, str]
     ) -> None:
-        # `host` is its name, as the user wrote it; a worker is killed `kill_grace_s` after SIGTERM; the launcher may be
-        # silent for `lease_s`; workers inherit those `variables` that the launcher does not set.
+        # `host`: its name as the user wrote it. `kill_grace_s`: between SIGTERM and SIGKILL. `lease_s`: the longest
+        # silence of the launcher. `variables`: inherited by workers where the launcher sets none.
         self._launcher, self._host, self._variables = launcher, host, variables
         self._grace_s, self._lease_s = kill_grace_s, lease_s
-        # Every worker that has a line carries it in its environment.
-        self._name = f"kvstore_hvd-{os.urandom(16).hex()}"
+        self._name = f"kvstore_hvd-{os.urandom(16).hex()}"  # of the socket for workers
         self._poller = Poller()
         self._clock = RunningClock()
         self._left_grace_s = min(processes.LEFT_GRACE_S, kill_grace_s)
         self._reaper = processes.Reaper(self._left_grace_s)
         self._workers: dict[int, _Worker] = {}
-        self._streams: dict[int, tuple[int, int]] = {}  # our ends: whose they are, and which of its descriptors
+        self._streams: dict[int, tuple[int, int]] = {}  # by our end: worker, and its descriptor
         self._window = WINDOW
-        self._heard_at = self._clock.now()  # when the launcher said something last
+        self._heard_at = self._clock.now()  # time of the last message of the launcher
         self._beat_at = 0.0
-        self._is_scarce = False  # a connection could not be accepted for want of descriptors, which has been said
-        self._suspended = False  # the launcher has been stopped with its job, and cannot say anything
-        self._why = ""  # we are ending, and this is the reason
+        self._is_scarce = False  # a connection could not be accepted for want of descriptors, which has been reported
+        self._suspended = False  # the launcher has been stopped with its job, and cannot send
+        self._why = ""  # this daemon ends, for this reason
         self._code = 0
-        self._leaving = ""  # a signal has asked us to end, and the workers may leave until `_leave_until`
+        self._leaving = ""  # a signal ends this daemon, and the workers may leave until `_leave_until`
         self._leave_until = self._kill_at = math.inf
 
     def run(self) -> int:
-        """Do the launcher's work until it says that it is done, or is gone; returns 0, or 1 when it is gone."""
+        """Work until the launcher is done or lost; returns 0, or 1 when it is lost."""
         processes.adopt_orphans()
         self._inbox = processes.SignalInbox()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -108,12 +107,12 @@ class Daemon:
     # -- The loop -------------------------------------------------------------------------------------------------
 
     def _turn(self, until: float = math.inf) -> None:
-        """Wait for what happens, until then at most, and do what is due."""
+        """Wait for events, until then at most, and do what is due."""
         now = self._clock.now()
         awaited = now + BEAT_S if self._suspended else min(self._beat_at, self._heard_at + self._lease_s)
-        times = [until, self._leave_until, awaited]
-        times += [worker.kill_at for worker in self._workers.values()]
-        self._poller.wait(min(min(times) - now, self._reaper.wait_s(), BEAT_S))
+        kill_at = min((worker.kill_at for worker in self._workers.values()), default=math.inf)
+        wait_s = min(until, self._leave_until, awaited, kill_at) - now
+        self._poller.wait(min(wait_s, self._reaper.wait_s(), BEAT_S))
         for number in self._inbox.take():
             if number in processes.ENDING and not self._leaving:
                 name = signal.Signals(number).name
@@ -127,7 +126,7 @@ class Daemon:
         self._act_on_time(self._clock.now())
 
     def _finish(self) -> None:
-        """See the workers end, or kill them; end what they have left, and pass on what they have written."""
+        """Wait for the ends of workers or kill them, end the processes that they have left, and send all output."""
         while self._workers and self._clock.now() < self._kill_at:
             self._turn(self._kill_at)
         for worker in self._workers.values():
@@ -142,7 +141,7 @@ class Daemon:
         until = self._clock.now() + _DRAIN_S
         while self._launcher.fileno() >= 0:
             now = self._clock.now()
-            if self._window <= 0:  # the launcher takes more when somebody reads its own output
+            if self._window <= 0:  # the launcher waits for the reader of its own output
                 until = now + _DRAIN_S
             if not self._launcher.wants_to_write and not (self._streams and now < until):
                 break
@@ -152,9 +151,9 @@ class Daemon:
         if now >= self._beat_at and not self._suspended:
             self._beat_at = now + BEAT_S
             self._tell("beat")
-        # What has arrived meanwhile has been read by now, and while this process stood still its clock did, too.
+        # All pending input has been read before the lease is judged, and the clock excludes time stopped.
         if now >= self._heard_at + self._lease_s and not self._suspended:
-            # At once: the launcher gives this host up soon after the lease, counted from an earlier beat.
+            # Without a grace: the launcher gives this host up soon after the lease, counted from an earlier beat.
             self._lose(f"the launcher has said nothing for {self._lease_s:g} s (KVHVD_LEASE)", 0.0)
             self._lease_s = math.inf
         is_empty = not any(number >= 0 for number in self._workers)
@@ -178,11 +177,13 @@ class Daemon:
             if kind == "start":
                 self._start(message)
             elif kind == "ack":
-                self._open_window(message["bytes"])
+                self._window += message["bytes"]
+                for end in self._streams:
+                    self._watch(end)
             elif kind == "to":
                 worker = self._workers.get(message["worker"])
-                if worker is not None and worker.line is not None:
-                    worker.line.send(message["message"])
+                if worker is not None and worker.connection is not None:
+                    worker.connection.send(message["message"])
             elif kind == "signal":
                 self._signal(message)
             elif kind == "end":
@@ -232,26 +233,21 @@ class Daemon:
             if message["ended"]:
                 worker.kill_at = min(worker.kill_at, self._clock.now() + self._grace_s)
         if everyone and message["signal"] in (signal.SIGSTOP, signal.SIGCONT):
-            # Ctrl-Z: next it stops itself, and cannot say anything until it goes on.
+            # Ctrl-Z: the launcher stops itself next.
             self._suspended = message["signal"] == signal.SIGSTOP
 
     def _tell(self, kind: str, raw: bytes = b"", **fields: Any) -> None:
         if self._launcher.fileno() >= 0:
             self._launcher.send({"t": kind, **fields}, raw)
 
-    # -- What workers write ---------------------------------------------------------------------------------------
+    # -- Output of workers ----------------------------------------------------------------------------------------
 
     def _watch(self, end: int) -> None:
         if self._window > 0:
             self._poller.watch(end, lambda: self._read(end))
 
-    def _open_window(self, count: int) -> None:
-        self._window += count
-        for end in self._streams:
-            self._watch(end)
-
     def _read(self, end: int) -> int:
-        """Send some of what a worker has written; how many bytes."""
+        """Send some output of a worker; returns the number of bytes read."""
         number, fd = self._streams[end]
         try:
             data = os.read(end, _CHUNK)
@@ -271,10 +267,10 @@ class Daemon:
         del self._streams[end]
         os.close(end)
 
-    # -- What workers say -----------------------------------------------------------------------------------------
+    # -- Messages of workers --------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        """Take one connection, if it is from a worker that has none, or from what that has started."""
+        """Accept a connection from a worker, or a process that it has started, if it has no other."""
         try:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
@@ -284,34 +280,34 @@ class Daemon:
                 text = f"the daemon on {self._host} has to let a worker wait: {error.strerror}."
                 self._tell("say", text=f"{text}\n  Fix: see ulimit -n and ulimit -u there, and free memory.")
             self._is_scarce = True
-            time.sleep(_SCARCE_S)  # it would wake us for nothing, again and again
+            time.sleep(_SCARCE_S)  # the listener stays readable
             return
-        line, pid = Channel(accepted, OF_WORKER, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
+        connection, pid = Channel(accepted, OF_WORKER, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
         worker = next((each for each in self._workers.values() if processes.descends_from(pid, each.pid)), None)
-        # The end of an earlier line of this worker may not have been read yet.
+        # The end of an earlier connection of this worker may be unread.
         for _ in range(_READS):
             if worker is None or not self._hear(worker):
                 break
-        if worker is not None and worker.line is None:
-            worker.line = line
-            self._poller.add(line, lambda: self._hear(worker))
+        if worker is not None and worker.connection is None:
+            worker.connection = connection
+            self._poller.add(connection, lambda: self._hear(worker))
             return
         text = f"another process of worker {worker.id} has called init() already." if worker else "it is no worker."
-        line.send({"t": "refused", "text": text})
-        line.close()
+        connection.send({"t": "refused", "text": text})
+        connection.close()
 
     def _hang_up(self, worker: _Worker) -> None:
-        if worker.line is not None:
-            self._poller.close_channel(worker.line)
-            worker.line = None
+        if worker.connection is not None:
+            self._poller.close_channel(worker.connection)
+            worker.connection = None
 
     def _hear(self, worker: _Worker) -> bool:
-        """Pass on what a worker says; whether there may be more."""
-        if worker.line is None:
+        """Pass messages of a worker on; returns whether there may be more."""
+        if worker.connection is None:
             return False
         try:
-            messages = worker.line.receive()
-        except ChannelError:  # its process decides what that means for it; the end of the process is what counts
+            messages = worker.connection.receive()
+        except ChannelError:  # the end of the process is what counts
             self._hang_up(worker)
             return False
         for message in messages:
@@ -325,28 +321,27 @@ class Daemon:
         while self._hear(worker):
             pass
         self._hang_up(worker)
-        # Its last words come before the news of its end, whether or not there is room for them: a pipe holds no more.
+        # Its last words are sent before its end, even if the window is full: a pipe holds no more than a chunk.
         for end in worker.streams.values():
             count = 0
             while end in self._streams and count < _CHUNK and (read := self._read(end)):
                 count += read
-            if worker.id < 0 and end in self._streams:  # whatever it has left behind is not heard
+            if worker.id < 0 and end in self._streams:  # processes that a task has left are not heard
                 self._close_stream(end)
         del self._workers[worker.id]
         self._tell("exited", worker=worker.id, code=code)
 
     def _lose(self, why: str, grace_s: float = _ORPHAN_GRACE_S) -> None:
-        """The launcher is gone, or as good as that."""
         self._poller.close_channel(self._launcher)
         is_news = not self._why
         self._end(why, min(grace_s, self._grace_s), code=1)
-        # A terminal that is held or a full pipe must not keep us.
+        # A held terminal or a full pipe must not block.
         if is_news and select.select([], [2], [], 0)[1]:
             with contextlib.suppress(OSError):
                 os.write(2, f"kvhvdrun: {why}. The workers on {self._host} are being ended.\n".encode())
 
     def _end(self, why: str, grace_s: float, code: int) -> None:
-        """Ask all workers to end, and start no more of them; who still runs after the grace is killed."""
+        """Send SIGTERM to all workers, SIGKILL after the grace, and start no more of them."""
         self._leave_until = math.inf
         self._kill_at = min(self._kill_at, self._clock.now() + grace_s)
         if not self._why:
@@ -360,14 +355,14 @@ def serve(host: str, kill_grace_s: str, lease_s: str, folder: str) -> None:
     reader, writer = io.FileIO(os.dup(0)), io.FileIO(os.dup(1), "w")
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
-    os.dup2(2, 1)  # nothing else comes between messages
+    os.dup2(2, 1)  # descriptor 1 is for messages only
     os.close(null)
     try:
         os.chdir(folder or os.curdir)
     except OSError as error:
         fact = f"{host} cannot use {folder} ({error.strerror}): start kvhvdrun in a folder that all hosts have"
         print(fact, file=sys.stderr)
-        sys.exit(EXIT_NOT_STARTED)  # with 1 it could be the remote shell that has not reached this host
+        sys.exit(EXIT_NOT_STARTED)  # 1 could be the code of a remote shell that has not reached this host
     writer.write(GREETING)
     grace_s, variables = float(kill_grace_s), environment()
     run = lambda: Daemon(Channel(reader, TO_DAEMON, writer=writer), host, grace_s, float(lease_s), variables).run()  # noqa: E731

@@ -1,4 +1,4 @@
-"""The launcher's side of its daemons: one process and one line for each host.
+"""The launcher's side of its daemons: a process and a control connection for each host.
 
 On another host than this one a remote shell starts the daemon. Then the process is the shell.
 """
@@ -22,44 +22,46 @@ from kvstore_hvd.launch.daemon import BEAT_S, GREETING, Daemon
 from kvstore_hvd.launch.hosts import is_here, shell_command
 from kvstore_hvd.launch.state import Settings, how_it_ended
 
-# A daemon that has missed so many beats may have messages of workers that have not come.
+# After so many missed beats of a daemon, messages of its workers may be on the way.
 _SILENT_S = 4 * BEAT_S
-# The launcher waits longer than a daemon by this, over one beat: when it counts a host as lost, no worker runs there.
+# The launcher waits for longer than a daemon, by more than a beat: no worker runs on a host that counts as lost.
 _LEASE_EXTRA_S = 0.4
-# For a daemon of this host; or the lease, where that is longer.
+# Time for a daemon of this host to start; or the lease, if that is longer.
 _START_S = 60.0
-# A line that ends because its daemon died is followed by the end of the guard, which first ends what is left there.
+# A daemon that died closes its connection first. Its guard ends when it has ended the processes that the daemon left.
 _NEWS_S = 4.0
 _CLOSED = "the other side closed the connection"
 _SHOWN_LINES, _SHOWN_BYTES = 3, 1 << 12  # the last ones of a remote shell
-_REMOTE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "remote.py")
+_PROGRAM = os.path.join(os.path.dirname(os.path.abspath(__file__)), "__main__.py")
 _Hear = Callable[[str, dict[str, Any]], None]
 _Lost = Callable[[str, str, bool], None]
-# Exit codes of a shell that has not reached its host: 255 of ssh; others have no code of their own for that.
+# Exit codes of a shell that has not reached its host: ssh has 255, other shells have no special code.
 _UNREACHED = (1, 255)
 
 
 class _Daemon:
-    """The daemon of a host, and the guard beside it, or the remote shell that leads to both."""
+    """The daemon of a host, and its guard or the remote shell that leads to it."""
 
-    has_come: bool = False  # it has said that it is up
-    fault: str = ""  # how the line ended
+    has_come: bool = False  # its 'up' has arrived
+    fault: str = ""  # how the connection ended
     ending: bool = False  # it was told to end
-    given_up: bool = False  # it was killed because it did not
-    code: int | None = None  # its own, or that of its guard
+    given_up: bool = False  # it was killed because it did not end
+    code: int | None = None  # exit code of the daemon, its guard or the shell
     unacknowledged: int = 0  # bytes of output
     shell: str = ""  # the name of the remote shell
-    errors: IO[bytes] | None = None  # what the shell has written to standard error
+    errors: IO[bytes] | None = None  # standard error of the shell
 
-    def __init__(self, host: str, guard: int, line: Channel, heard_at: float, lease_s: float, start_s: float) -> None:
-        self.host, self.line, self.heard_at = host, line, heard_at
-        # Process ids; guard: or that of the shell; 0 when it was killed, -1 when both have ended.
+    def __init__(
+        self, host: str, guard: int, connection: Channel, heard_at: float, lease_s: float, start_s: float
+    ) -> None:
+        self.host, self.connection, self.heard_at = host, connection, heard_at
+        # Process ids. `guard` is that of the shell, if there is one; 0: the guard was killed, -1: all have ended.
         self.guard = self.pid = guard
-        self.lease_s, self.start_s = lease_s, start_s  # `start_s`: within which it has to come
+        self.lease_s, self.start_s = lease_s, start_s  # `start_s`: time to come up
 
 
 class Daemons:
-    """All daemons of a job. `hear` gets a host and a message of its daemon; raises ChannelError if that cannot be."""
+    """All daemons of a job. `hear` gets each host and message; it raises ChannelError if the message cannot be."""
 
     def __init__(
         self, poller: Poller, clock: RunningClock, settings: Settings, shell: Sequence[str], hear: _Hear
@@ -73,18 +75,19 @@ class Daemons:
         return bool(self._running)
 
     def start(self, host: str) -> None:
-        """Start the daemon of a host, if there is none."""
+        """Start the daemon of a host, if there is none. Raises OSError."""
         if host in self._running:
             return
         ours, theirs = socket.socketpair()
         with theirs:
             start = self._start_here if is_here(host) else self._start_elsewhere
             daemon = self._running[host] = start(host, ours, theirs)
-        self._poller.add(daemon.line, lambda: self._receive(daemon))
+        self._poller.add(daemon.connection, lambda: self._receive(daemon))
 
     def _start_here(self, host: str, ours: socket.socket, theirs: socket.socket) -> _Daemon:
         settings = self._settings
-        # The end of a launcher ends its line; the lease is for one that stands still, which a static job waits for.
+        # The end of the launcher ends the connection. The lease is for a launcher that stands still; without
+        # replacements the job waits for it.
         lease_s = settings.lease_s if settings.replaces else float("inf")
         run = lambda: Daemon(Channel(theirs, TO_DAEMON), host, settings.kill_grace_s, lease_s, {}).run()  # noqa: E731
         name = f"of {os.getpid()} for {host}"
@@ -97,7 +100,7 @@ class Daemons:
         folder = ""  # it has been deleted
         with contextlib.suppress(FileNotFoundError):
             folder = os.getcwd()
-        command = shell_command(self._shell or ["ssh"], host, [sys.executable, _REMOTE, host, *limits, folder])
+        command = shell_command(self._shell or ["ssh"], host, [sys.executable, _PROGRAM, host, *limits, folder])
         errors = os.fdopen(os.memfd_create("errors"), "rb")
         pid = processes.spawn(command, environment(), [theirs.fileno(), theirs.fileno(), errors.fileno()])
         times = self._clock.now(), settings.lease_s, settings.start_timeout_s
@@ -106,24 +109,23 @@ class Daemons:
         return daemon
 
     def send(self, host: str, kind: str, **fields: Any) -> None:
-        """Say something to the daemon of a host; without effect if it is lost."""
+        """Send a message to the daemon of a host, unless it is lost."""
         daemon = self._running.get(host)
         if daemon is not None and not daemon.fault:
-            daemon.line.send({"t": kind, **fields})
+            daemon.connection.send({"t": kind, **fields})
 
     def send_all(self, kind: str, **fields: Any) -> None:
         for host in self._running:
             self.send(host, kind, **fields)
 
     def acknowledge(self) -> None:
-        """Let them send more output: what has come is written, or nearly so."""
+        """Let daemons send more output: the output received is written, or nearly so."""
         for daemon in self._running.values():
             if daemon.unacknowledged:
                 self.send(daemon.host, "ack", bytes=daemon.unacknowledged)
                 daemon.unacknowledged = 0
 
     def end(self, text: str) -> None:
-        """Have all of them end their workers and themselves."""
         for daemon in self._running.values():
             daemon.ending = True
             if daemon.shell and not daemon.has_come:
@@ -131,7 +133,7 @@ class Daemons:
         self.send_all("end", text=text)
 
     def give_up(self) -> None:
-        """Kill them, and their workers with them; the second time, those that the kernel does not end are let go."""
+        """Kill all daemons and their workers; forget those that have been killed before and still run."""
         for host, daemon in list(self._running.items()):
             if daemon.given_up:
                 self._remove(self._running[host])
@@ -143,11 +145,11 @@ class Daemons:
         if daemon.has_come:
             daemon.heard_at = now
         try:
-            for message in daemon.line.receive():
+            for message in daemon.connection.receive():
                 self._take(daemon, message)
         except ChannelError as error:
             daemon.fault, daemon.heard_at = str(error).rstrip("."), now
-            self._poller.close_channel(daemon.line)
+            self._poller.close_channel(daemon.connection)
 
     def _take(self, daemon: _Daemon, message: dict[str, Any]) -> None:
         if (message["t"] == "up") is daemon.has_come:
@@ -160,11 +162,10 @@ class Daemons:
         self._hear(daemon.host, message)
 
     def _remove(self, daemon: _Daemon) -> None:
-        self._poller.close_channel(daemon.line)
+        self._poller.close_channel(daemon.connection)
         del self._running[daemon.host]
 
     def reaped(self, pid: int, code: int) -> None:
-        """A child of ours has ended."""
         for daemon in self._running.values():
             if pid == daemon.guard and not daemon.shell:
                 # A guard that was killed has left us the daemon itself.
@@ -173,8 +174,8 @@ class Daemons:
                 daemon.code, daemon.guard = code, -1
 
     def act_on_time(self, lost: _Lost) -> float:
-        """Send beats, and give up daemons. Returns when to be called again."""
-        # `lost` gets the host and fate of each, and whether a host that was not reached may be reached later.
+        """Send beats, and remove lost daemons. Returns when to be called again."""
+        # `lost` gets host and fate of a lost daemon, and whether its host may be reached later.
         now = self._clock.now()
         if now >= self._beat_at:
             self._beat_at = now + BEAT_S
@@ -188,22 +189,23 @@ class Daemons:
             is_unreached = bool(daemon.shell) and not daemon.has_come and daemon.fault == _CLOSED
             may_come = is_unreached and daemon.code in (_UNREACHED[1:] if daemon.shell == "ssh" else _UNREACHED)
             lost(host, why + _last_lines(daemon), may_come)
-        heard = [daemon for daemon in self._running.values() if daemon.has_come and not daemon.fault]
-        return min([self._beat_at, *(daemon.heard_at + daemon.lease_s + _LEASE_EXTRA_S for daemon in heard)])
+        return min([self._beat_at, *(daemon.heard_at + daemon.lease_s + _LEASE_EXTRA_S for daemon in self._up())])
+
+    def _up(self) -> list[_Daemon]:
+        return [daemon for daemon in self._running.values() if daemon.has_come and not daemon.fault]
 
     def are_awaited(self) -> bool:
-        """Whether one of them has been started, and has not come."""
+        """Whether a daemon has been started and is not up."""
         return any(not daemon.has_come for daemon in self._running.values())
 
     def are_silent(self) -> bool:
-        """Whether one of them has missed beats, and with it what its workers may have said."""
+        """Whether a daemon has missed beats, so that messages of its workers may be on the way."""
         silent_since = self._clock.now() - _SILENT_S
-        heard = [daemon for daemon in self._running.values() if daemon.has_come and not daemon.fault]
-        return any(daemon.heard_at < silent_since for daemon in heard)
+        return any(daemon.heard_at < silent_since for daemon in self._up())
 
 
 def _fate(daemon: _Daemon, now: float) -> str:
-    """What happened to a daemon that is lost; empty while it is not."""
+    """How a daemon was lost; empty if it is not."""
     silent = now - daemon.heard_at
     if daemon.fault:
         if daemon.code is not None and not daemon.shell:
@@ -222,17 +224,17 @@ def _fate(daemon: _Daemon, now: float) -> str:
 
 
 def _last_lines(daemon: _Daemon) -> str:
-    """What a remote shell has said last, with what else it printed in place of a daemon's messages."""
-    said = daemon.line.skipped if not daemon.has_come else b""
+    """The last lines of a remote shell on standard error, or on standard output before the daemon's messages."""
+    printed = daemon.connection.skipped if not daemon.has_come else b""
     if daemon.errors is not None:
         size = os.fstat(daemon.errors.fileno()).st_size
-        said += b"\n" + os.pread(daemon.errors.fileno(), _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
-    lines = [line.strip() for line in said.decode("utf-8", "replace").splitlines() if line.strip()][-_SHOWN_LINES:]
+        printed += b"\n" + os.pread(daemon.errors.fileno(), _SHOWN_BYTES, max(0, size - _SHOWN_BYTES))
+    lines = [line.strip() for line in printed.decode("utf-8", "replace").splitlines() if line.strip()][-_SHOWN_LINES:]
     return f". '{daemon.shell}' says: {' / '.join(lines).rstrip('.')}" if lines else ""
 
 
 def _kill(daemon: _Daemon) -> None:
-    # Only children of ours get a signal, unreaped: a number is nobody else's then.
+    # Only unreaped children get a signal: no other process has their numbers.
     with contextlib.suppress(OSError):
         if daemon.guard > 0 and daemon.shell:
             os.killpg(daemon.guard, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Which hosts an elastic job may use: a fixed list, or what a script says every second."""
+"""The host discovery script of an elastic job, run every second."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from kvstore_hvd.launch.daemons import Daemons
 from kvstore_hvd.launch.hosts import slots_of
 from kvstore_hvd.launch.state import EXIT_FAILED, StartError, how_it_ended
 
-#: Where it runs.
+#: The host of the script.
 HERE = "localhost"
-# From the start of one run of a script to the start of the next one, and at most for one run.
+# Seconds between the starts of two runs.
 _EVERY_S = 1.0
+# Seconds of the longest run.
 _LIMIT_S = 10.0
 _MAX_OUTPUT = 1 << 16
-_MAX_ERRORS = 8192  # the end of what it writes to standard error
+_MAX_ERRORS = 8192  # kept of standard error, its end
 _MAX_LINE = 200  # of a line that an error quotes
 _FIX = f"it has to end within {_LIMIT_S:g} s, and to print HOST or HOST:N in each line."
 _FIXES = {126: "chmod +x the script.", 127: "check the path of the script, as in ./discover.sh."}
@@ -34,7 +35,7 @@ def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
 class HostDiscoveryScript:
     """Runs a script again and again; never two at once, and none for long."""
 
-    # Each run is a task of this host's daemon, with a number below 0 in the place of a worker's.
+    # Each run is a task of this host's daemon, with a number below 0 in place of a worker's.
 
     daemons: Daemons
 
@@ -44,22 +45,22 @@ class HostDiscoveryScript:
         self._environment, self._default = environment, default
         self._task = 0
         self._running = False
-        self._ended = ""  # how it ended, until `poll` has been told; else empty
+        self._ended = ""  # how the last run ended; empty once `poll` has returned its hosts
         self._code = 0
         self._next = self._started = 0.0
-        self._killed = ""  # why this run was killed
+        self._killed = ""  # why the run was killed
         self._fault = ""  # of the last run
         self._output, self._errors = bytearray(), bytearray()
 
     def poll(self, now: float) -> dict[str, int] | None:
-        """The hosts that the script has printed, once it has ended; starts it when it is time."""
+        """The hosts of a run that has ended, else None. Starts the next run when it is time. Raises StartError."""
         if self._ended:
             try:
                 hosts = self._hosts()
             except StartError as error:
                 self._fault = str(error)
                 raise
-            self._fault = "" if hosts else message(f"{self._name} names no host{self._said()}.", fix=_FIX)
+            self._fault = "" if hosts else message(f"{self._name} names no host{self._quote()}.", fix=_FIX)
             return hosts
         if not self._running and now >= self._next:
             self._next, self._started, self._killed = now + _EVERY_S, now, ""
@@ -83,14 +84,15 @@ class HostDiscoveryScript:
             self.daemons.send(HERE, "signal", worker=self._task, signal=int(signal.SIGKILL), ended=True)
 
     def starts_at(self) -> float:
-        """When the next run begins, if none is under way."""
+        """The time of the next run; infinite during a run."""
         return math.inf if self._running else self._next
 
     def fault(self, now: float) -> str:
-        """What is wrong with the script now: how its last run failed, or that this one takes long; else empty."""
+        """How the last run failed, or that this one takes long; empty if neither."""
         if self._fault or not self._running or now < self._started + _EVERY_S:
             return self._fault
-        return message(f"{self._name} is still running after {now - self._started:.0f} s{self._said()}.", fix=_FIX)
+        seconds = f"{now - self._started:.0f} s"
+        return message(f"{self._name} is still running after {seconds}{self._quote()}.", fix=_FIX)
 
     def heard(self, message: Mapping[str, Any]) -> None:
         if message["worker"] != self._task or not self._running:
@@ -108,27 +110,26 @@ class HostDiscoveryScript:
             self.lost(f"cannot be started: {message['text']}")
 
     def lost(self, text: str) -> None:
-        """There is nothing any more that it could run on, because of what `text` says."""
+        """End the run, if there is one, for this reason."""
         if self._running:
             self._code, self._running, self._ended = -1, False, text
 
-    def _said(self) -> str:
+    def _quote(self) -> str:
         """The last lines on standard error, or else of the hosts, for the end of a sentence."""
         text = (self._errors.strip() or self._output[-_MAX_ERRORS:].strip()).decode("utf-8", "backslashreplace")
         return f"; it says: {' / '.join(line[:_MAX_LINE] for line in text.splitlines()[-3:])}" if text else ""
 
     def _hosts(self) -> dict[str, int]:
-        how, self._ended = self._ended, ""
+        how, code, fix, self._ended = self._ended, EXIT_FAILED, _FIX, ""
         if self._killed:
-            raise StartError(
-                message(f"{self._name} {self._killed} and was killed{self._said()}.", fix=_FIX), EXIT_FAILED
-            )
-        if self._code:
+            fact = f"{self._name} {self._killed} and was killed{self._quote()}."
+        elif self._code:
             fix = _FIXES.get(self._code, "see what it says; it is run by /bin/sh, in the working folder.")
             code = self._code if self._code in _FIXES else EXIT_FAILED
-            raise StartError(message(f"{self._name} {how}{self._said()}.", fix=fix), code)
-        try:
-            return hosts_of_script(self._output.decode("utf-8-sig", "backslashreplace"), self._default)
-        except LaunchError as error:
-            fact = str(error).splitlines()[0].rstrip(".")
-        raise StartError(message(f"what {self._name} printed are no hosts: {fact}.", fix=_FIX), EXIT_FAILED)
+            fact = f"{self._name} {how}{self._quote()}."
+        else:
+            try:
+                return hosts_of_script(self._output.decode("utf-8-sig", "backslashreplace"), self._default)
+            except LaunchError as error:
+                fact = f"what {self._name} printed are no hosts: {str(error).splitlines()[0].rstrip('.')}."
+        raise StartError(message(fact, fix=fix), code)

@@ -110,7 +110,7 @@ class Driver:
         plan, settings = self._plan, self._settings
         processes.adopt_orphans()
         self._spare = processes.children()  # a shell that has started them may have become this process
-        self._inbox = processes.SignalInbox()
+        self._inbox, self._reaper = processes.SignalInbox(), processes.Reaper()
         self._poller.watch(self._inbox.fileno(), lambda: None)
         self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
         if plan.script is None:
@@ -191,7 +191,7 @@ class Driver:
         self._poller.wait(min(wait_s, until - self._look_at_clock()))
         self._look_at_clock()
         self._on_signals(self._inbox.take())
-        for pid, code in processes.reap():
+        for pid, code in self._reaper.reap():
             self._daemons.reaped(pid, code)
         self._report_losses()
 
@@ -416,7 +416,6 @@ class Driver:
                 self._signal_all(signal.SIGCONT)
 
     def _end_by(self, number: int) -> None:
-        """End the job by a signal, which the workers get too."""
         self._job.give_up("")
         self._signal_all(number, ended=True)
         if self._end is None:

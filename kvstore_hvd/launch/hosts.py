@@ -1,4 +1,4 @@
-"""Where workers run: the hosts of ``-H``, host files and Slurm, how many workers each takes, and the way to others."""
+"""The hosts of workers: ``-H``, host files and Slurm; limits of a host; names of this host; commands on others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from kvstore_hvd.base.cores import limit_of, open_below
 from kvstore_hvd.errors import LaunchError, message
 
-# The words of a remote shell hold the name of a host: ssh takes a leading hyphen for an option.
+# Names begin without a hyphen: ssh would take them for options.
 _NAME = r"\w[\w.-]*"
 _ENTRY = re.compile(
     rf"(?P<user>{_NAME}@)?(?:(?P<name>{_NAME}|::1)|\[(?P<address>[0-9a-f:.]+)(?P<zone>%[\w.-]+)?\])"
@@ -30,13 +30,13 @@ _NODES = re.compile(rf"{_PART}(?:,{_PART})*", re.ASCII)
 _COUNT = r"[1-9]\d{0,8}"
 _TASKS = re.compile(rf"{_COUNT}(?:\(x{_COUNT}\))?(?:,{_COUNT}(?:\(x{_COUNT}\))?)*", re.ASCII)
 _MOST_HOSTS, _MOST_BRACKETS = 1 << 16, 5
-# Without an answer in this time, a name is none of this host.
+# A name without an answer in this time is none of this host.
 _LOOK_UP_S, _LOOK_UP_THREADS = 2.0, 32
 _DISCARD = 9  # a port
-_own: dict[str, bool] = {}  # hosts that have been looked up, and whether each is this one
+_own: dict[str, bool] = {}  # by host that has been looked up: whether it is this one
 
-# For ssh, behind the user's own words: of two options alike, ssh takes the first. It asks for no password, and ends 45
-# seconds after a host has said its last.
+# For ssh, after the user's words: ssh takes the first of two options alike. No password is asked for, and ssh ends 45
+# seconds after the last answer of a host.
 _SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
 # Variables that belong to a host or a session on it.
 _OF_HOST = re.compile(
@@ -45,15 +45,15 @@ _OF_HOST = re.compile(
 # Ranks that can share memory on one host: kMaxRanks of the native engine.
 MAX_WORKERS = 256
 
-# What the launcher or a daemon has open for each worker: two streams and a line; and besides: a listener, an event log,
-# the pipes of one start, connections that are refused.
+# Open files of the launcher or a daemon: two streams and a connection for each worker, and besides a listener, an event
+# log, the pipes of one start, connections that are refused.
 _EACH, _OWN, _STANDARD_STREAMS = 3, 24, 3
 #: Runs a daemon on a host beside other steps, with all cores and all memory of the job, and without variables of MPI.
 SRUN = "srun --nodes=1 --ntasks=1 --overlap --mem=0 --cpu-bind=none --mpi=none --nodelist={host}"
 
 
 def check_count(count: int) -> None:
-    """Refuse a number of workers that cannot be."""
+    """Refuse a number of workers that a host cannot have."""
     if count > MAX_WORKERS:
         fact = f"{count} workers: a job has at most {MAX_WORKERS} workers on one host."
         raise LaunchError(message(fact, fix="start fewer workers."))
@@ -80,7 +80,7 @@ def hosts_of_file(path: str) -> list[str]:
 
 
 def slots_of(entries: Iterable[str], default: int = 1, least: int = 1) -> dict[str, int]:
-    """The hosts of these entries, in their order, each with its number of slots; `default` where none is given."""
+    """The hosts of these entries in order, with their numbers of slots; `default` where none is given."""
     slots: dict[str, int] = {}
     for entry in entries:
         match = _ENTRY.fullmatch(entry)
@@ -88,7 +88,7 @@ def slots_of(entries: Iterable[str], default: int = 1, least: int = 1) -> dict[s
             fix = "for example -H localhost:4, user@node1:4 or [fd00::1]:4; letters, digits, '.', '_' and '-' make a "
             fix += "name, which begins with no '-' or '.'."
             raise LaunchError(message(f"'{entry}' is not HOST:N or 'HOST slots=N'.", fix=fix))
-        # Users and interfaces have names in which capitals count.
+        # Names of users and interfaces are case-sensitive.
         host = (match["user"] or "") + (match["name"] or match["address"]).lower() + (match["zone"] or "")
         count = int(match["n"] or match["slots"] or default)
         if count < least:
@@ -108,7 +108,7 @@ def _is_address(text: str) -> bool:
 
 
 def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
-    """The hosts of an allocation of Slurm with their numbers of tasks; None outside of one, or if it has one host."""
+    """The hosts of an allocation of Slurm with their numbers of tasks; None without one, or if it has one host."""
     nodes, tasks = variables.get("SLURM_JOB_NODELIST", ""), variables.get("SLURM_TASKS_PER_NODE", "")
     if not nodes or variables.get("SLURM_STEP_NUM_TASKS", "1") != "1":  # srun has started several launchers
         return None
@@ -149,7 +149,7 @@ def _each(part: str) -> Iterator[str]:
 
 
 def look_up(hosts: Iterable[str]) -> None:
-    """Find out which of these hosts have an address of this one, before `is_here` is asked; once for each name."""
+    """Find out which of these hosts have an address of this one, for `is_here`; once for each name."""
     unknown = [host for host in hosts if not is_here(host) and host not in _own]
     if not unknown:
         return
@@ -168,7 +168,7 @@ def look_up(hosts: Iterable[str]) -> None:
     for thread in threads:
         thread.join(max(0.0, until - time.monotonic()))
     for name in unknown:
-        _own.setdefault(name, False)  # what is learnt later changes no decision
+        _own.setdefault(name, False)  # a later answer changes no decision
 
 
 def _has_own_address(host: str) -> bool:
@@ -177,7 +177,7 @@ def _has_own_address(host: str) -> bool:
     except OSError:
         return False
     for family, _, _, _, address in found:
-        # With `ip_nonlocal_bind`, bind() takes any address, but connect() only one of this host. Nothing is sent.
+        # With `ip_nonlocal_bind`, bind() takes any address, but connect() only own ones. Nothing is sent.
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind((address[0], 0, *address[2:]))
             probe.connect(address)
@@ -187,7 +187,7 @@ def _has_own_address(host: str) -> bool:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name is one of this host: its own, localhost, an address of the loopback, or one that was looked up."""
+    """Whether a name is one of this host: its own, localhost, a loopback address, or looked up to be one."""
     return _own.get(host, False) or _is_own_name(host)
 
 
@@ -206,13 +206,13 @@ def _is_own_name(host: str) -> bool:
 
 
 def machine_of(host: str) -> str:
-    """Equal for all names of this host; other hosts are told apart by their names."""
+    """The name of a host; empty for all names of this one."""
     return "" if is_here(host) else host
 
 
 def remote_shell(text: str | None) -> list[str]:
     """The words of ``--rsh-command``, by default ssh, with the options that a job needs; empty without ssh or srun."""
-    import shlex  # the launcher of one host starts without both
+    import shlex  # not needed on one host
     import shutil
 
     if text in (None, SRUN) and shutil.which("ssh" if text is None else "srun") is None:
@@ -229,18 +229,17 @@ def remote_shell(text: str | None) -> list[str]:
 
 
 def shell_command(shell: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """The words that run a command on another host: ``{host}`` in the shell's is replaced, else the host follows."""
+    """The words that run a command on another host, which replaces ``{host}`` or follows the words of the shell."""
     there, name = [word.replace("{host}", host) for word in shell], os.path.basename(shell[0])
     if there == list(shell):
         there += ["--", host] if name == "ssh" else [host]  # other shells may know no end of options
-    if name != "srun":  # it has no shell at its other end
+    if name != "srun":  # which has no shell at its other end
         import shlex
 
-        # Quoted only where the remote shell, if there is one, would take a word for something else.
         command = list(map(shlex.quote, command))
     return [*there, *command]
 
 
 def travelling(variables: Mapping[str, str], sent: Collection[str]) -> dict[str, str]:
-    """Those variables of a worker that are set on another host, too: those of no host, and those that are `sent`."""
+    """The variables of a worker that are set on another host: those that belong to no host, and those in `sent`."""
     return {name: value for name, value in variables.items() if name in sent or not _OF_HOST.match(name)}

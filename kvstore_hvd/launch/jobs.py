@@ -76,7 +76,6 @@ class Job:
         self.wake_at = math.inf  # when `tick` must be called even if nothing happens
         self.hosts_fault = ""  # of the discovery of hosts, set by the driver
         self._ended_workers: list[Worker] = []  # in the order of their ends
-        self._begun = False  # there were slots enough to start
         self._succeeded = False  # a worker has ended with 0
         self._short_since = now  # time from which there are too few workers
         self._fail_at = math.inf  # end of a job that replaces nobody, after its first failure
@@ -100,7 +99,6 @@ class Job:
         self._note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
 
     def take(self) -> list[Action]:
-        """The actions since the last call, in order."""
         actions, self._actions = self._actions, []
         return actions
 
@@ -165,7 +163,6 @@ class Job:
         self.hosts(self._known, now)
 
     def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
-        """End the job for a reason outside of it."""
         if not self._over:
             self._end(End(code, text))
 
@@ -175,7 +172,6 @@ class Job:
         self.tick(now)
 
     def exited(self, number: int, code: int, now: float) -> None:
-        """A worker has ended, with this exit code or -signal."""
         worker = self.workers[number]
         if worker.code is None:
             self._ended([worker], code, now)
@@ -328,7 +324,6 @@ class Job:
         return [worker for worker in self._outside() if worker.taking_part and worker.ready]
 
     def _outside(self) -> list[Worker]:
-        """The workers that are no members of the present generation."""
         return [worker for worker in self.workers.values() if worker not in self.generation.members]
 
     def _culprit(self, among: Iterable[Worker]) -> Worker | None:
@@ -361,7 +356,6 @@ class Job:
     # -- Decisions ------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Take all decisions anew."""
         self.wake_at, count = math.inf, -1
         while not self._over and count < len(self._actions):  # decisions may call for further ones
             self.wake_at, count = math.inf, len(self._actions)
@@ -406,10 +400,8 @@ class Job:
         holders = self.running if self._settings.replaces else list(self.workers.values())
         taken = {worker.slot for worker in holders}  # also by workers that leave or were killed
         free = [slot for slot in self.slots if slot not in taken and self._due(self.slots.usable_from(slot), now)]
-        if not self._begun:
-            if len(free) < max(self._settings.first_np or 0, self._settings.min_np):
-                return
-            self._begun = True
+        if not self.workers and len(free) < max(self._settings.first_np or 0, self._settings.min_np):
+            return
         room = self._settings.max_np - sum(worker.slot in self.slots and not worker.leaving for worker in holders)
         if not self._settings.replaces:  # one at a time: signals and failures count from the first one on
             room = min(room, all(worker.pid for worker in self.running) and not any(worker.lost for worker in holders))
@@ -439,7 +431,7 @@ class Job:
                 what = " that has the state of the training." if has_begun else "."
                 text = f"no worker of generation {generation.number} is left{what}"
                 self._end(self._because_of(culprit, text, "First"))
-        elif not generation.begun and self._begun and not running:
+        elif not generation.begun and self.workers and not running:
             # Workers that were lost with their hosts are tried again.
             culprit = self._culprit(worker for worker in self.workers.values() if not worker.lost)
             if culprit is not None:
@@ -587,7 +579,7 @@ class Job:
 
     def _wait_for_more(self, ready: int, now: float) -> None:
         limit, since = self._settings.elastic_timeout_s, self._short_since
-        if self._begun:
+        if self.workers:
             what, needed = f"{ready} workers are ready", self._least
         else:
             what, needed = f"there are {len(self.slots)} slots", max(self._least, self._settings.first_np or 0)

@@ -1,7 +1,7 @@
-"""What the workers write, on the launcher's own streams and in files: whole lines, each with the rank in front.
+"""The output of workers on the launcher's streams and in files: whole lines, each with the rank in front.
 
-Nothing here waits for a reader that stands still: pipes and terminals are opened anew, so that they need not block, and
-so that this does not change them for others. Regular files are written at once.
+No write waits for a slow reader. Pipes and terminals are opened again for that, because O_NONBLOCK would hold for all
+processes that share a descriptor. Regular files are written at once.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ from typing import Any
 from kvstore_hvd.base.channel import Poller
 from kvstore_hvd.errors import LaunchError, message, printable
 
-# No more is asked of the workers while so many bytes wait to be written.
+# Workers are not read while so many bytes wait to be written.
 _MOST_PENDING = 1 << 18
-# The event log is given up once so many bytes of it wait to be written. An event takes some hundred bytes.
+# The event log ends once so many bytes of it wait to be written. An event takes some hundred bytes.
 _MOST_EVENTS = 1 << 22
 _CHUNK = 1 << 16
-# A carriage return ends a piece too, so that progress bars move. At the end of the data it may be half of "\r\n".
+# A carriage return ends a piece, too, so that progress bars move. At the end of the data it may be half of "\r\n".
 _END = re.compile(rb"\r\n|\n|\r(?!\Z)")
-# A longer line is passed on in parts; nothing is ever held back beyond this.
+# A longer line is passed on in parts.
 _MOST_HELD = 1 << 20
-# An unfinished line is shown on a terminal after this long: it may be a prompt.
+# An unfinished line is shown on a terminal after this time: it may be a prompt.
 _PROMPT_S = 0.2
 _TAIL_LINES = 20
 _TAIL_BYTES = 8192
-# How Python tells of an exception that it ignores; what follows is as for any other.
+# Python's words for an exception that it ignores, before a traceback as for any other.
 _IGNORED = b"Exception ignored in"
 _TRACE = b"Traceback (most recent call last):"
 _ERASE, _DIM, _PLAIN = b"\r\x1b[K", b"\x1b[2m", b"\x1b[0m"
 
 
 class Sink:
-    """A file that is written without waiting for a reader; `name` is for people."""
+    """A file that is written without waiting for a reader; `name` is for messages."""
 
     def __init__(self, fd: int, name: str) -> None:
         self.name = name
         self.pending = bytearray()
-        self.lost: OSError | None = None  # why it can be written no longer
-        self.open_line: LineStream | None = None  # whose line was left open
+        self.lost: OSError | None = None  # why it cannot be written any more
+        self.open_line: LineStream | None = None  # the stream of an unfinished last line
         self.terminal = os.isatty(fd)
-        self.poll_fd = -1  # to wait for; -1: it is written at once
+        self.poll_fd = -1  # -1: it is written at once
         self._dropped = False
         self._shown = b""  # the status line
         self._write = self._way(fd)
@@ -76,7 +76,7 @@ class Sink:
             self.pending += data
 
     def show(self, line: bytes) -> None:
-        """Keep a status line below all that is written; without a text: take it away."""
+        """Keep a status line below all output; an empty one removes it."""
         if line != self._shown and not self.pending and self.open_line is None and not self._dropped:
             self.pending += _ERASE + (_DIM + line + _PLAIN if line else b"")
             self._shown = line
@@ -92,13 +92,13 @@ class Sink:
             self.drop()
 
     def drop(self) -> None:
-        """Give up what has not been written, and all that would follow."""
+        """Drop all that has not been written, and all that would follow."""
         self._dropped = True
         self.pending.clear()
 
 
 class LineStream:
-    """The output of one worker on one of its streams, cut into lines; each is told to all of `on_line`, too."""
+    """One stream of a worker, cut into lines; each is passed to all of `on_line`, too."""
 
     def __init__(
         self,
@@ -108,17 +108,15 @@ class LineStream:
         timestamps: bool = False,
         shown: bool = True,
     ) -> None:
-        self._sink = sink
-        self._prefix = prefix
-        self._on_line = on_line
+        self._sink, self._prefix, self._on_line = sink, prefix, on_line
         self._timestamps, self._shown = timestamps, shown
         self._at_start = True
-        self._held = b""
-        self._since = 0.0  # when the unfinished line grew last
+        self._held = b""  # the unfinished line
+        self._since = 0.0  # time of its last growth
 
     def feed(self, data: bytes) -> None:
-        """Take what the worker wrote, in pieces of any size; pass whole lines on."""
-        # No line ends in what is held, unless its last byte begins "\r\n".
+        """Take output in pieces of any size; pass whole lines on."""
+        # No line ends in `_held`, unless its last byte begins "\r\n".
         text, start, unseen = self._held + data, 0, max(len(self._held) - 1, 0)
         if text.find(b"\r", unseen) < 0:
             start = text.rfind(b"\n", unseen) + 1
@@ -133,13 +131,13 @@ class LineStream:
             self.flush()
 
     def flush(self) -> None:
-        """Pass an unfinished line on as it is: a prompt, or the last words of a worker that has ended."""
+        """Pass the unfinished line on: a prompt, or the last words of a worker."""
         if self._held:
             piece, self._held = self._held, b""
             self._pass(piece)
 
     def show_prompt(self, now: float) -> float:
-        """Pass an unfinished line on if it is time; seconds until it will be."""
+        """Pass the unfinished line on if it is time; returns the seconds until it will be."""
         if not self._held or not self._sink.terminal:
             return float("inf")
         if now < self._since + _PROMPT_S:
@@ -159,7 +157,7 @@ class LineStream:
         if sink.open_line not in (None, self):
             sink.put(b"\n")
             sink.open_line = None
-        # A piece that goes on where this stream stopped within a line has its prefix already.
+        # The rest of a line has its prefix already.
         begins = sink.open_line is None or self._at_start
         prefixed = piece[:-1].replace(b"\n", b"\n" + prefix) + piece[-1:] if prefix else piece
         sink.put(prefix + prefixed if begins else prefixed)
@@ -173,11 +171,11 @@ def _time() -> bytes:
 
 
 def _opened(option: str, path: str, kind: str) -> int:
-    """The descriptor of a new file, in a folder that is made if it is this that the user has named."""
+    """The descriptor of a new file, with a new folder if the user has named a folder."""
     try:
         if kind == "folder":
             os.makedirs(os.path.dirname(path), exist_ok=True)
-        # Not to wait here for somebody who reads a pipe.
+        # O_NONBLOCK: a pipe may have no reader.
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NONBLOCK
         return os.open(path, flags, 0o666)
     except OSError as error:
@@ -190,13 +188,13 @@ def _opened(option: str, path: str, kind: str) -> int:
 class Output:
     """The launcher's streams, the files of ``--output-filename`` for so many ranks, and the event log."""
 
-    # Each line of the event log has ``time`` (seconds since 1970), ``monotonic`` (seconds of ``time.monotonic()`` of
-    # this host), ``event`` and the fields of that event.
+    # A line of the event log has ``time`` (seconds since 1970), ``monotonic`` (``time.monotonic()`` of this host),
+    # ``event`` and the fields of that event.
 
     def __init__(self, poller: Poller, options: Namespace, count: int) -> None:
         self._poller, self._timestamps, self._shown_ranks = poller, options.timestamps, options.ranks
         self._ours = {1: Sink(1, "standard output")}
-        # One for both if they are the same file, so that lines do not mix.
+        # The same sink if both are one file, so that lines do not mix.
         self._ours[2] = self._ours[1] if os.path.sameopenfile(1, 2) else Sink(2, "standard error")
         self._files: dict[tuple[int, int], Sink] = {}
         self._log: Sink | None = None
@@ -213,7 +211,6 @@ class Output:
                 self._files[rank, fd] = Sink(file, f"{name} of rank {rank}")
 
     def add(self, worker: int, prefix: bytes) -> None:
-        """Take the streams of a worker that is to be started."""
         self._tails[worker] = Tail()
         for fd in (1, 2):
             kept = [self._files[worker, fd].put] if self._files else []
@@ -227,11 +224,10 @@ class Output:
             )
 
     def last_lines(self, worker: int) -> list[str]:
-        """What a worker has written last to standard error."""
         return self._tails[worker].lines() if worker in self._tails else []
 
     def feed(self, worker: int, fd: int, data: bytes) -> None:
-        """A worker has written this; nothing: it has closed the stream."""
+        """Take output of a worker; empty data closes the stream."""
         stream = self._streams.get((worker, fd))
         if stream is not None and data:
             stream.feed(data)
@@ -240,7 +236,7 @@ class Output:
             del self._streams[worker, fd]
 
     def say(self, text: str) -> None:
-        """Put a line of the launcher's own on stderr, in order with what the workers write there."""
+        """Put a line of the launcher on stderr, in order with the output of workers."""
         line = f"kvhvdrun: {printable(text)}\n".encode("utf-8", "surrogateescape")
         LineStream(self._ours[2], timestamps=self._timestamps).feed(line)
 
@@ -253,16 +249,16 @@ class Output:
         self._log.put(json.dumps({**head, **fields}).encode() + b"\n")
 
     def show(self, text: str) -> None:
-        """Show the status line, where standard error is a terminal."""
+        """Show the status line if stderr is a terminal."""
         if self._ours[2].terminal:
-            # Bytes of other processes are in it, which are not to command the terminal.
+            # Bytes of other processes must not control the terminal.
             shown = "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
             self._ours[2].show(shown[: max(2, os.get_terminal_size(2).columns or 80) - 1].encode())
 
     def step(self) -> float:
-        """Before each wait: write, and show prompts; seconds until there may be another prompt."""
+        """Write, and show prompts, before each wait; returns the seconds until the next prompt."""
         now = time.monotonic()
-        # What ends a line may not have been read while too much waits to be written: it is no prompt.
+        # While workers are not read, the end of a line may be unread: the line is no prompt.
         streams = [] if self.held_up else self._streams.values()
         wait_s = min((stream.show_prompt(now) for stream in streams), default=float("inf"))
         for sink in self._all():
@@ -275,7 +271,7 @@ class Output:
 
     @property
     def held_up(self) -> bool:
-        """Whether too much waits to be written."""
+        """Whether workers must not be read: too much waits to be written."""
         return any(len(sink.pending) > _MOST_PENDING for sink in self._all() if sink is not self._log)
 
     @property
@@ -283,25 +279,23 @@ class Output:
         return any(sink.pending for sink in self._all())
 
     def finish_log(self) -> None:
-        """Give up what still waits for the event log."""
         if self._log is not None and self._log.pending:
             self._log.drop()
             self._news.append("the event log is not complete: it could not be written in time.")
 
     def flush_lines(self) -> None:
-        """Pass unfinished lines on: nothing follows."""
         for stream in self._streams.values():
             stream.flush()
         self._streams.clear()
 
     def drop(self) -> None:
-        """Give up what the workers have written and has not been passed on, and all that would follow."""
+        """Drop the output that waits to be written, and all that would follow."""
         for sink in self._all():
             if sink is not self._log:
                 sink.drop()
 
     def take_lost(self) -> list[tuple[bool, str]]:
-        """What can be written no longer: whether a reader of ours has gone, and why; each is told once."""
+        """The files that cannot be written any more: whether our reader has gone, and a text; each only once."""
         lost = [(False, text) for text in self._news]
         self._news.clear()
         for sink in self._all():
@@ -320,18 +314,17 @@ class Output:
 
 
 class Tail:
-    """The last lines of a stream, bounded in number and bytes; pieces that a carriage return overwrote are left out."""
+    """The last lines of a stream, bounded in number and bytes, without pieces that a carriage return overwrote."""
 
-    # So are exceptions that Python ignores, as in exit handlers: below the exception that has ended a program, they
-    # would pass for the cause.
+    # Exceptions that Python ignores, as in exit handlers, are left out: below the exception that ended the program,
+    # they would pass for the cause.
 
     def __init__(self) -> None:
-        self._is_ignored = self._has_text = False  # such an exception is under way, and its traceback is over
+        self._is_ignored = self._has_text = False  # within an ignored exception; its traceback is over
         self._lines: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._part = b""
 
     def add(self, piece: bytes) -> None:
-        """Take what `LineStream` passes on."""
         for line in piece.splitlines(keepends=True):
             if line.endswith(b"\n"):
                 self._add((self._part + line.rstrip(b"\r\n"))[-_TAIL_BYTES:])

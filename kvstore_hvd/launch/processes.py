@@ -1,9 +1,9 @@
-"""Processes: starting them so that none outlives its job, signals, and the end of what is left.
+"""Processes: their start, signals, and their end. No process outlives its job.
 
-Each worker leads a session and process group of its own, which is ended as a whole. The kernel kills it when its daemon
-dies (PR_SET_PDEATHSIG), which does not reach what the worker has started; that is given to the daemon when its parent
-ends (PR_SET_CHILD_SUBREAPER), wherever it has gone. The parent of the daemon is a guard, which inherits and ends all of
-that when the daemon is killed.
+Each worker leads a session and process group of its own, which is ended as a whole. The kernel kills the worker when
+its daemon dies (PR_SET_PDEATHSIG). Processes that the worker has started become children of the daemon when their
+parent ends (PR_SET_CHILD_SUBREAPER). The parent of the daemon is a guard: it inherits and ends these processes when the
+daemon is killed.
 """
 
 from __future__ import annotations
@@ -20,28 +20,27 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from kvstore_hvd.base.clocks import RunningClock
 
-#: Seconds between SIGTERM and SIGKILL for what workers leave behind: enough for Python's resource tracker, which
-#: outlives its program to remove what that has left in /dev/shm, and needs the others of its program to be gone.
+#: Seconds between SIGTERM and SIGKILL for processes that workers leave: enough for Python's resource tracker, which
+#: removes files in /dev/shm once the other processes of its program have ended.
 LEFT_GRACE_S = 1.0
-# What the kernel does not end although it has been killed (a process that waits for a dead file system) is left alone.
+# A process that the kernel does not end in this time after SIGKILL (it waits for a dead file system) is left alone.
 _KILLED_S = 2.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.1
 _GROUP_LOOK_S = 0.05
 # A launcher without /proc has no more.
 _MOST_DESCRIPTORS = 1 << 12
-# Between two looks of a guard, which is woken by what it waits for; and after how many of them a daemon whose launcher
-# has gone stands still: else it ends within six seconds.
+# A guard looks this often besides being woken. After so many looks a daemon whose launcher has gone counts as stuck:
+# without a fault it ends within six seconds.
 _GUARD_LOOK_S, _MOST_LOOKS = 2.0, 4
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
-
-# Ask the job to end.
+# End the job.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# The workers' business alone.
+# For the workers.
 PASSED = (signal.SIGUSR1, signal.SIGUSR2)
-# For the launcher: a process has ended, the terminal stops us, lets us go on.
+# For the launcher: the end of a process, Ctrl-Z and its end.
 _OWN = (signal.SIGCHLD, signal.SIGTSTP, signal.SIGCONT)
 #: Has a guard kill its daemon.
 KILL_DAEMON = signal.SIGRTMIN
@@ -51,24 +50,23 @@ class SignalInbox:
     """Collects the signals that arrive from now on, for the loop of the main thread."""
 
     def __init__(self) -> None:
-        self._reader, writer = os.pipe()  # for as long as this process lives
+        self._reader, writer = os.pipe()  # never closed
         for fd in (self._reader, writer):
             os.set_blocking(fd, False)
-        # Before the handlers, which do nothing themselves: a signal in between would be lost.
+        # Before the handlers, which do nothing: a signal in between would be lost.
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in (*ENDING, *PASSED, *_OWN):
-            # An ignored signal stays ignored, for the workers too: nohup, and background jobs of simple shells. But
-            # without SIGCHLD nobody would hear that a worker has ended, nor the kernel keep its exit code.
+            # An ignored signal stays ignored, for the workers too: nohup, and background jobs of simple shells. Not
+            # SIGCHLD: if it is ignored, the kernel keeps no exit codes.
             if number == signal.SIGCHLD or signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, lambda number, frame: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
 
     def fileno(self) -> int:
-        """The descriptor that can be read when signals have arrived."""
         return self._reader
 
     def take(self) -> bytes:
-        """The numbers of the signals that have arrived since the last call, in order; does not wait."""
+        """The numbers of the signals since the last call, in order; does not wait."""
         try:
             return os.read(self._reader, 4096)
         except BlockingIOError:
@@ -82,8 +80,7 @@ def adopt_orphans() -> None:
 
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[set[int]]:
-    """Hold signals back, for a fork: the child would take those to our group for its own, or die of them half made."""
-    # Yields the signals that were blocked before.
+    """Block signals during a fork: a signal to our group could hit the unprepared child. Yields the former mask."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         yield {int(number) for number in before}
@@ -92,7 +89,7 @@ def _signals_blocked() -> Iterator[set[int]]:
 
 
 def _reset_handlers() -> None:
-    # Those of the launcher would write to a socket that the child still shares with it.
+    # Handlers of the launcher would write to the pipe of its inbox.
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
@@ -102,15 +99,15 @@ def spawn(
     command: Sequence[str], environment: dict[str, str], streams: Sequence[int | None], cores: Iterable[int] = ()
 ) -> int:
     """Start a process in its own session; returns its process id, which is also its group and session."""
-    # `streams` are its descriptors 0 to 2, or None to share ours. `cores` pins it. The
-    # caller reaps it with waitpid. For the main thread: the kernel kills it when the thread ends that has started it.
+    # `streams`: its descriptors 0 to 2, None for ours. `cores`: to pin it to. The caller reaps it with waitpid. For the
+    # main thread only: the kernel kills the process when the thread ends that has started it.
     us, pinned = os.getpid(), set(cores)
 
     def prepare() -> None:
         _reset_handlers()
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != us:  # it died before the call
+        if os.getppid() != us:  # the parent died before the call
             os._exit(1)
         if pinned:
             os.sched_setaffinity(0, pinned)
@@ -125,23 +122,23 @@ def spawn(
             start_new_session=True,
             preexec_fn=prepare,  # noqa: PLW1509 - there are no other threads
         )
-    process.returncode = 0  # reaped by our own waitpid; the object must not wait too
+    process.returncode = 0  # the object must not call waitpid
     return process.pid
 
 
 def run_guarded(
     name: str, keep: Collection[int], line: int, run: Callable[[], int], grace_s: float, *, fork: bool = True
 ) -> int:
-    """Run a function as a daemon, a process that outlives us, with these descriptors; returns the pid of its guard."""
-    # The guard kills a daemon that does not see the end of its `line`. It ends what the daemon has left, `grace_s` s
-    # after SIGTERM by SIGKILL, and then exits with the code of the daemon, or with 128 and the number of the signal
-    # that has killed the daemon. Without `fork`, it is this process.
+    """Run a function in a daemon that outlives us, with these descriptors; returns the pid of the daemon's guard."""
+    # The guard kills a daemon that does not see the end of its connection `line`. It ends the processes that the daemon
+    # has left by SIGTERM, and after `grace_s` by SIGKILL. It exits with the code of the daemon, or with 128 + signal.
+    # Without `fork`, this process becomes the guard.
     with _signals_blocked() as blocked:
         if fork and (pid := os.fork()):
             return pid
         code = 1
         try:
-            gc.freeze()  # objects of the launcher must not close descriptors that are others' here
+            gc.freeze()  # objects of the launcher must not close descriptors, whose numbers are used again here
             signal.set_wakeup_fd(-1)
             _reset_handlers()
             adopt_orphans()
@@ -162,8 +159,8 @@ def run_guarded(
 
 
 def _detach(name: bytes, keep: Collection[int]) -> None:
-    """Give a forked process a session and a name, and of our descriptors only these."""
-    # With our name, `pkill kvhvdrun` would hit both. Holding our sockets, others would take us for alive.
+    """Give a forked process a session and a name, and close all descriptors but these."""
+    # With our name, `pkill kvhvdrun` would hit both. With our sockets, peers would not see the end of the launcher.
     with contextlib.suppress(OSError):  # a remote shell has made it the leader of a session
         os.setsid()
     _libc.prctl(_PR_SET_NAME, name, 0, 0, 0)  # its first 15 bytes
@@ -176,15 +173,15 @@ def _detach(name: bytes, keep: Collection[int]) -> None:
             with contextlib.suppress(OSError):  # that of the listing itself
                 os.close(fd)
     start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5): arg_start, arg_end
-    if 0 < start < end:  # the command line lies where the kernel has put it
+    if 0 < start < end:  # the command line that `ps` shows
         ctypes.memset(start, 0, end - start)
         ctypes.memmove(start, name, min(len(name), end - start - 1))
 
 
 def _guard(daemon: int, line: int, grace_s: float) -> int:
-    """Wait until the daemon ends, and end what it has left. Signals are blocked: only SIGKILL ends the guard early."""
+    """Wait for the daemon, and end the processes that it has left. All signals but SIGKILL are blocked."""
     looks, poll = 0, select.poll()
-    poll.register(line, 0)  # its end is told, and nothing else
+    poll.register(line, 0)  # reports the end of the connection only
     while not (ended := os.waitpid(daemon, os.WNOHANG))[0]:
         arrived = signal.sigtimedwait({signal.SIGCHLD, KILL_DAEMON}, _GUARD_LOOK_S)
         looks += arrived is None and bool(poll.poll(0))
@@ -198,7 +195,7 @@ def _guard(daemon: int, line: int, grace_s: float) -> int:
 
 
 def descends_from(pid: int, worker: int) -> bool:
-    """Whether a process is this worker, is in its session, or was started by it or by what it has started."""
+    """Whether a process is this worker, is in its session, or is a descendant of it."""
     try:
         if os.getsid(pid) == worker:
             return True
@@ -219,11 +216,11 @@ def share_of_cores(cores: Sequence[int], place: int, count: int) -> tuple[int, .
 def _stat(pid: int) -> list[bytes]:
     """Fields of ``/proc/PID/stat`` from the state on. Raises OSError when there is no such process."""
     with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()  # the name stands in parentheses and may contain anything
+        return file.read().rpartition(b")")[2].split()  # the name is in parentheses and may contain anything
 
 
 def _running() -> Iterator[tuple[int, list[bytes]]]:
-    """All processes, but zombies, with their `_stat`."""
+    """All processes except zombies, with their `_stat`."""
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
@@ -233,7 +230,7 @@ def _running() -> Iterator[tuple[int, list[bytes]]]:
 
 
 def children() -> set[tuple[int, bytes]]:
-    """The children of this process that run, each with the time at which it started."""
+    """The running children of this process, each with its start time."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -243,8 +240,8 @@ def children() -> set[tuple[int, bytes]]:
 
 
 def end_children(grace_s: float, spare: Collection[tuple[int, bytes]] = ()) -> Iterator[float]:
-    """End all children, and those that come when they end, but for those of `spare`; yields seconds to wait."""
-    # A child is not reaped here, and so its number is its own.
+    """End all children, and their orphans, except those in `spare`; yields seconds to wait."""
+    # Children are not reaped here, so no other process can have their numbers.
     clock = RunningClock()
     start, pause_s, told = clock.now(), _FIRST_LOOK_S, set[tuple[int, bytes]]()
     while (found := children().difference(spare)) and (spent_s := clock.now() - start) < grace_s + _KILLED_S:
@@ -257,38 +254,31 @@ def end_children(grace_s: float, spare: Collection[tuple[int, bytes]] = ()) -> I
         pause_s = min(2 * pause_s, _LAST_LOOK_S)
 
 
-def reap() -> Iterator[tuple[int, int]]:
-    """Collect every child that has ended, adopted orphans too: its process id, and exit code or minus the signal."""
-    with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            yield found[0], os.waitstatus_to_exitcode(found[1])
-
-
 class Reaper:
-    """Collects children, of whom some lead groups of their own."""
+    """Reaps children, adopted orphans too; leaders of process groups with their groups."""
 
-    # A leader that has ended stays unreaped until the others of its group are gone: until then the kernel gives its
-    # number to nobody else, and a signal to the group cannot hit a stranger. The others get SIGTERM at once, and
-    # SIGKILL after the grace.
+    # A leader that has ended stays unreaped until its group is empty: until then the kernel does not use its number
+    # again, so that a signal to the group cannot hit other processes. The group gets SIGTERM at once, and SIGKILL after
+    # the grace.
 
     def __init__(self, grace_s: float = LEFT_GRACE_S) -> None:
         self._grace_s = grace_s
         self._clock = RunningClock()
         self._leaders: set[int] = set()  # that run
-        self._kill_at: dict[int, float] = {}  # leaders that have ended, unreaped, and when their groups are killed
+        self._kill_at: dict[int, float] = {}  # by unreaped leader: when its group is killed
 
     def add(self, leader: int) -> None:
         self._leaders.add(leader)
 
     def signal(self, leader: int, number: int) -> None:
-        """Send a signal to the group of a leader, as a terminal would; SIGKILL to itself only."""
+        """Send a signal to the group of a leader, as a terminal would; SIGKILL to the leader only."""
         if leader in self._leaders:
             with contextlib.suppress(OSError):
                 (os.kill if number == signal.SIGKILL else os.killpg)(leader, number)
 
     def reap(self) -> list[tuple[int, int]]:
-        """Every child that has ended since the last call: process id, and exit code, or minus the signal's number."""
-        # While a group is waited for, only leaders are looked at.
+        """The children that have ended since the last call: process id, and exit code or -signal."""
+        # While a group is not empty, only leaders are looked at.
         ended = []
         while True:
             now = self._clock.now()
@@ -316,12 +306,12 @@ class Reaper:
                 ended.append(other)
 
     def wait_s(self) -> float:
-        """Seconds until `reap` has something to do even if no child ends."""
+        """Seconds until the next call of `reap` even if no child ends."""
         return _GROUP_LOOK_S if self._kill_at else float("inf")
 
 
 def _look(kind: int, pid: int) -> tuple[int, int] | None:
-    """A child that has ended, and how; it is not reaped."""
+    """A child that has ended, and its exit code or -signal; it is not reaped."""
     try:
         info = os.waitid(kind, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

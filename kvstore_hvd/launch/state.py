@@ -81,7 +81,6 @@ class Slots:
         return seconds
 
     def forgive(self, where: Slot | str) -> None:
-        """Forget the crashes in a slot or on a host."""
         del self._crashes[where]
         self._usable_from.pop(where, None)
 
@@ -238,40 +237,30 @@ class Settings(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Start this worker in its slot."""
-
     worker: int
     slot: Slot
 
 
 class Tell(NamedTuple):
-    """Send this worker a message."""
-
     worker: int
     message: dict[str, Any]
 
 
 class Kill(NamedTuple):
-    """Send this worker a signal; `ended`: the signal is to end it."""
-
     worker: int
-    number: int
-    ended: bool
+    number: int  # of the signal
+    ended: bool  # the signal is to end the worker
 
 
 class Note(NamedTuple):
-    """Write an event to the event log, and `news`, if there are any, to stderr."""
-
-    event: str
+    event: str  # for the event log, with its fields
     fields: dict[str, Any]
-    news: str
+    news: str  # for stderr; may be empty
 
 
 class End(NamedTuple):
-    """The job is over. Without a reason it has succeeded."""
-
     code: int
-    reason: str = ""
+    reason: str = ""  # empty: the job has succeeded
     details: tuple[str, ...] = ()
     lines: tuple[str, ...] | None = None  # the last ones on stderr of the worker that is the reason
     grace_s: float = 0.0  # in which workers may end by themselves

@@ -120,7 +120,7 @@ class Job:
     def close(self):
         for host in HOSTS:
             self.ends[host].close()
-            self.daemons[host].line.close()
+            self.daemons[host].connection.close()
         self.driver._poller._epoll.close()
 
 
