@@ -1,4 +1,4 @@
-"""What a program finds under the name ``horovod`` (see horovod/alias.py); ``horovod.mxnet`` is `kvstore_hvd.mxnet`."""
+"""The module ``horovod`` of programs (see horovod/alias.py); ``horovod.mxnet`` is `kvstore_hvd.mxnet`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from kvstore_hvd.launch.call import run
 
 __all__ = ["run"]
 
-# The Horovod whose interface this is; programs compare it.
+# The version of Horovod that has this interface; programs compare it.
 __version__ = "0.28.1"

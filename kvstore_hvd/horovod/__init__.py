@@ -1,1 +1,1 @@
-"""Horovod's names: the alias that answers for its modules, and its environment variables."""
+"""Horovod's names: the alias of its modules, and its environment variables."""

@@ -56,7 +56,7 @@ _PREFIXES = {
     "HOROVOD_HOSTNAME": _LAUNCHER,
 }
 
-#: What kvhvdrun, like Horovod's launcher, sets for its workers.
+#: Variables that kvhvdrun, like Horovod's launcher, sets for workers.
 OF_WORKERS = (
     "HOROVOD_RANK",
     "HOROVOD_SIZE",

@@ -374,7 +374,7 @@ def call_function() -> int:
         fact = f"the function called sys.exit({'' if error.code is None else repr(error.code)}), and has no result."
         _fail(folder, fact, "return from the function instead.", error)
         if config().worker is None and error.code in (None, 0):
-            return 1  # ends the others; a worker of an elastic job may have been told to leave
+            return 1  # ends the others; a worker of an elastic job may have been asked to leave
         raise
     except BaseException as error:
         fix = "correct what the traceback shows."

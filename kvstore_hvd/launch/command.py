@@ -1,4 +1,4 @@
-"""The command kvhvdrun: its options, and what they cannot be; ``--check-build``."""
+"""The command kvhvdrun: its options, the errors in them, and ``--check-build``."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _parser() -> _Parser:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line, and those of ``--config-file`` that are not given there."""
+    """The options of the command line, and of the file of ``--config-file`` where the command line has none."""
     parser, arguments = _parser(), list(sys.argv[1:] if argv is None else argv)
     if "_ARGCOMPLETE" in environment():  # a shell asks for completions
         import argcomplete

@@ -93,7 +93,7 @@ class Driver:
         self._threads = 0  # of OpenMP in each worker; 0: not decided yet
         self._discovery_fails_since = math.inf
         self._discovered = False
-        # Hosts of a job that replaces nobody whose daemons are not up: why, and when to try again; None: never.
+        # Hosts of a job without replacements whose daemons are not up: why, and when to try again; None: never.
         self._missing: dict[str, tuple[str, float | None]] = {}
         self._missing_until = math.inf
         self._last_event = ""
@@ -151,7 +151,7 @@ class Driver:
         self._output.show("")
         code = self._farewell(end)
         self._output.step()
-        # In this order: what fails has nothing pending afterwards.
+        # In this order: a sink that fails has nothing pending afterwards.
         while self._output.pending or self._report_losses():
             self._turn()
             if self._look_at_clock() > gone_at + (_LOG_S if self._signal is None else grace_s):
@@ -343,7 +343,7 @@ class Driver:
         )
 
     def _refuse(self, host: str, number: int | None, text: str) -> None:
-        """End a job that replaces nobody, because a worker could not be started."""
+        """End a job without replacements, because a worker could not be started."""
         fix = _FIXES.get(number or 0, "see the reason; a sandbox may forbid it.")
         where = "" if is_here(host) else f" on {host}"
         fact = f"a worker could not be started{where}: {text}."

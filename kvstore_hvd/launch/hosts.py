@@ -241,5 +241,5 @@ def shell_command(shell: Sequence[str], host: str, command: Sequence[str]) -> li
 
 
 def travelling(variables: Mapping[str, str], sent: Collection[str]) -> dict[str, str]:
-    """The variables of a worker that are set on another host: those that belong to no host, and those in `sent`."""
+    """The variables of a worker for another host: without the variables that belong to a host, except `sent`."""
     return {name: value for name, value in variables.items() if name in sent or not _OF_HOST.match(name)}

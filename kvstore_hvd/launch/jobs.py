@@ -43,8 +43,8 @@ from kvstore_hvd.launch.state import (
 
 # Causes of 'ready' that report a lost world. After the others ('updated', 'reset') all members come by themselves.
 _LOST = ("lost", "timeout", "meeting")
-# By cause: seconds in which the other members have to be ready, too. They have been told, so that only the wait itself
-# can hold them up. For other causes it is `Settings.timeout_s`.
+# By cause: seconds in which the other members have to be ready, too. They know of it, so that only the wait itself can
+# hold them up. For other causes it is `Settings.timeout_s`.
 _OTHERS_S = {"timeout": 0.5, "meeting": 5.0}
 # Workers have a deadline of their own for a meeting. The job waits this much longer.
 _MEETING_EXTRA_S = 10.0
@@ -78,9 +78,9 @@ class Job:
         self._ended_workers: list[Worker] = []  # in the order of their ends
         self._succeeded = False  # a worker has ended with 0
         self._short_since = now  # time from which there are too few workers
-        self._fail_at = math.inf  # end of a job that replaces nobody, after its first failure
+        self._fail_at = math.inf  # end of a job without replacements, after its first failure
         self._reported: set[tuple[str, float]] = set()  # long waits: which, and since when
-        # In a job that replaces nobody, by worker in init(): the ranks that it waits for, and its deadline.
+        # In a job without replacements, by worker in init(): the ranks that it waits for, and its deadline.
         self._meeting: dict[int, tuple[list[int], float]] = {}
         self._known: Mapping[str, int] = {}  # the hosts that were discovered last
         self._leaving: dict[str, str] = {}  # hosts that will be lost, and why
@@ -464,7 +464,7 @@ class Job:
         return list({worker.slot: worker for worker in self.workers.values()}.values())
 
     def _meet_ranks(self, now: float) -> None:
-        """In a job that replaces nobody: tell workers on several hosts their world once all of it are in init()."""
+        """In a job without replacements: send workers on several hosts their world once all its ranks are in init()."""
         for number, (ranks, until) in list(self._meeting.items()):
             chosen = [self.workers.get(rank) for rank in ranks]
             there = [worker for worker in chosen if worker is not None and worker.endpoint is not None]
@@ -495,7 +495,7 @@ class Job:
                 self._dismiss(worker, now)
 
     def _newcomers_may_join(self, now: float) -> bool:
-        """Whether members are told of newcomers: once all that started are ready, or after a brief wait."""
+        """Whether to announce newcomers to the members: once all that started are ready, or after a brief wait."""
         ready = self._newcomers()
         if not ready or self._finishing:
             return False
@@ -640,7 +640,7 @@ class Job:
         return has_state or now - self.generation.joined_at >= _SOON_S
 
     def _lose(self, cause: str, text: str, now: float) -> None:
-        """The present generation is lost: its members are told, and have to be ready for the next one."""
+        """Declare the present generation lost to its members, which have to be ready for the next one."""
         generation = self.generation
         if generation.phase == "lost":
             return
@@ -684,7 +684,7 @@ class Job:
         self._actions.append(Kill(worker.id, signal.SIGKILL, worker.leaving))
 
     def _act_on_time(self, now: float) -> list[Worker]:
-        """Take the next step with workers that are late to leave; returns those that count as ended from now on."""
+        """Take the next step with workers that are late to leave; returns the workers that count as ended now."""
         gone = []
         for worker in self.running:
             if not self._due(worker.act_at, now):

@@ -191,9 +191,9 @@ class Generation:
     def __init__(self, number: int, members: Sequence[Worker], kill_at: float = math.inf) -> None:
         self.number = number
         self.members = list(members)
-        # Lost: also one whose meeting has failed. The next generation is waited for.
+        # A generation whose meeting has failed is lost, too.
         self.phase: Literal["meeting", "training", "lost"] = "meeting" if members else "lost"
-        self.announced = 0  # the changes that its members have been told
+        self.announced = 0  # changes of the hosts that its members know of
         self.kill_at = kill_at  # deadline of late members
         self.waits_since = math.inf  # time from which members wait for late ones
         self.apart: set[frozenset[str]] = set()  # pairs of hosts that have not reached each other
