@@ -66,12 +66,8 @@ class State:
     def commit(self) -> None:
         """Save the state, then look for updates: `save`, then `check_host_updates`. Every worker calls it.
 
-        Writes the job's checkpoint (``kvhvdrun --checkpoint``) when that is due.
-
-        Raises
-        ------
-        HostsUpdatedInterrupt, HorovodInternalError, InvalidRequestError
-            As `check_host_updates`, and what `save` raises.
+        Writes the job's checkpoint (``kvhvdrun --checkpoint``) when that is due. Raises as `save` and
+        `check_host_updates`.
         """
         self.save()
         checkpoint.commit(self, self._rank)
@@ -240,7 +236,7 @@ class ObjectState(State):
         ------
         MismatchError
             On all workers: one has other attributes than rank 0. Nothing was changed.
-        Exception
+        KVHvdError, Exception
             As ``broadcast_object``.
         """
         received = self._bcast_object(self._saved_state)

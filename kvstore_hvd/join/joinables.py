@@ -171,7 +171,7 @@ class _TrainerJoinable(Joinable):
             self._update()
             return
         with self.store._averaging(weight):
-            original(self._batch_size, False)
+            original(1.0 / self.world.topology.size, False)  # MXNet divides by it
 
     def submit_zeros(self, weight: float) -> None:
         """Take part in a step of the others, up to the update."""
@@ -190,7 +190,7 @@ class _TrainerJoinable(Joinable):
         for parameter in self._trained():
             for gradient in parameter.list_grad():
                 gradient.wait_to_read()
-        self._divisor = self._agreed_divisor(self._weight) if self._has_halves else self._batch_size
+        self._divisor = self._agreed_divisor(self._weight) if self._has_halves else 1.0 / self.world.topology.size
 
     def wait_for_own(self) -> None:
         """Wait until this worker's own steps and broadcasts of parameters are over. Any thread."""
@@ -212,11 +212,6 @@ class _TrainerJoinable(Joinable):
         if self._join_config.enable and not self.world.is_alone:
             fact = "allreduce_grads() and update() cannot be used within Join: workers without input could not follow."
             raise self._refusal(fact, "call step(); to clip gradients, give the optimizer clip_gradient.")
-
-    @property
-    def _batch_size(self) -> float:
-        """MXNet divides means by it."""
-        return 1.0 / self.world.topology.size
 
     @property
     def _has_halves(self) -> bool:
@@ -307,8 +302,7 @@ class TrainerHook(JoinHook):
                 unknown = next(key for key, each in self._keys() if mxnet_compat.is_deferred(each))
                 label, speaker = mxnet_compat.labels_of(self.joinable.trainer)[unknown], world.topology.speaker
                 fact = f"this worker has no input, and no other has broadcast its shape for {config().timeout_s:g} s."
-                fix = "see why the workers with input take no step; or initialise the network with a batch on every "
-                fix += "worker."
+                fix = "see why workers with input take no step; or initialise the network with a batch on every worker."
                 raise TimeoutError(message(fact, **speaker, operation="Join", name=label, key=unknown, fix=fix))
             deadline = Deadline(config().timeout_s)  # the others compute
 
