@@ -11,8 +11,8 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, message
 from kvstore_hvd.store.arrays import buffer_like
 from kvstore_hvd.store.arrays import copy as copy_array
-from kvstore_hvd.world.agree import exchange
 from kvstore_hvd.world.member import Member
+from kvstore_hvd.world.topology import exchange
 
 
 class StateHandler:

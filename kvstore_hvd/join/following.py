@@ -24,8 +24,8 @@ from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import KVHvdError, MismatchError, message
 from kvstore_hvd.native import Missed
 from kvstore_hvd.world import process
-from kvstore_hvd.world.agree import clock_ahead
 from kvstore_hvd.world.member import Member
+from kvstore_hvd.world.topology import clock_ahead
 
 #: The sum with which a worker waits for the others. One name for `hvd.join` and all Joins: workers in different ones
 #: get a MismatchError instead of waiting for ever.

@@ -398,20 +398,21 @@ def _build_report() -> str:
     import platform
 
     from kvstore_hvd import mxnet_compat, native
-    from kvstore_hvd.gpu import nccl_library, runtime
+    from kvstore_hvd.gpu import runtime
+    from kvstore_hvd.gpu.nccl import library as nccl_library
     from kvstore_hvd.horovod.alias import installed_horovod
-    from kvstore_hvd.world import mpi as mpi_world
+    from kvstore_hvd.world.discover import mpi_library
 
     def gpus() -> str:
         cupy, version = runtime.cupy(), runtime.version_text(runtime.driver_version() or 0)
         return f"{cupy.cuda.runtime.getDeviceCount()}, CuPy {cupy.__version__}, driver for CUDA up to {version}"
 
     def nccl() -> str:
-        found = nccl_library.library()
+        found = nccl_library()
         return f"{found.version_text} ({found.path})"
 
     which = " (for starting with mpirun only; kvhvdrun needs none)"
-    mpi = _found(lambda: f"{mpi_world.library()}, for starting with its mpirun", which)
+    mpi = _found(lambda: f"{mpi_library()}, for starting with its mpirun", which)
     horovod = installed_horovod()
     rows = {
         "MXNet": _found(lambda: mxnet_compat.require_mxnet().__version__),

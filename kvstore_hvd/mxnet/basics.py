@@ -13,7 +13,7 @@ from kvstore_hvd.gpu.nccl import library
 from kvstore_hvd.mxnet import process_sets as sets
 from kvstore_hvd.timeline import start_timeline, stop_timeline
 from kvstore_hvd.world import process
-from kvstore_hvd.world.mpi import initialised_mpi
+from kvstore_hvd.world.discover import initialised_mpi
 from kvstore_hvd.world.topology import Topology
 
 __all__ = [

@@ -20,8 +20,8 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
 from kvstore_hvd.store.keys import Call
 from kvstore_hvd.world import process
-from kvstore_hvd.world.agree import exchange
 from kvstore_hvd.world.member import InnerMember, Member
+from kvstore_hvd.world.topology import exchange
 
 #: The ranks of a set, in ascending order.
 Part = tuple[int, ...]

@@ -1,27 +1,54 @@
-"""How a process ends: why, and within what time."""
+"""How a process ends, and how a forked child of it does.
+
+Exit handlers run in the reverse order of their registration, so at the end of a process:
+1. `Process.leave_at_exit` leaves all worlds; an `ExitWatchdog` limits the time of that. It is registered anew when
+   MXNet is imported, to run before MXNet's handler.
+2. MXNet's handler waits for MXNet's operations.
+3. The process waits for its links, which may still forward sums that other hosts need.
+4. MPI_Finalize, by our handler where the program has not loaded mpi4py. It may wait for ranks that are lost: after a
+   lost world, MPI has 5 s to end.
+A forked child shares the connections of its parent: it closes its copies of their sockets (`links`, `worker_line`),
+forgets the worlds (`Process.after_fork_in_child`), and ends without MPI_Finalize.
+"""
 
 from __future__ import annotations
 
+import atexit
+import builtins
 import contextlib
+import ctypes
+import functools
+import logging
 import os
 import sys
 import threading
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from kvstore_hvd import log
+from kvstore_hvd import log, native
 from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
 
 _MAX_REASON = 500
+# Time for MXNet's pending operations after an expired `ExitWatchdog` has failed the world.
+_LAST_RESORT_S = 5.0
+# Time to write the last line of the log, whose reader may be stopped.
+_LAST_WORDS_S = 1.0
+# Time between two looks at the progress of leaving.
+_LOOK_S = 0.1
+# Time for MPI to end after a lost world.
+_MPI_END_S = 5.0
+
+_was_lost = False
 
 
 def early_end(who: str = "") -> str:
     """Why the program ends early, for an exit handler: ``'ValueError: ...'``, or '' when it ends in good order."""
     # With `who`, this worker's name, a second line says what to do about an error of the program: ``' Fix: ...'``.
-    # Knows unhandled exceptions of the main thread (Ctrl-C among them). An interactive session goes on after those, and
-    # ``sys.exit(1)`` leaves no trace that an exit handler could see.
+    # Only unhandled exceptions of the main thread are seen (Ctrl-C among them): an interactive session goes on after
+    # them, and ``sys.exit(1)`` leaves no trace.
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return ""
     # last_exc came with Python 3.12; older ones have last_value only.
@@ -34,12 +61,6 @@ def early_end(who: str = "") -> str:
     return f"{reason}\n  Fix: correct the {type(error).__name__} on {who}"
 
 
-# What is left when even a lost world does not let the process go: MXNet itself does not finish.
-_LAST_RESORT_S = 5.0
-# The reader of the output may stand still.
-_LAST_WORDS_S = 1.0
-
-
 def end_by_force(text: str) -> NoReturn:
     """End this process with code 1, and with an error in the log if that can be written within a second."""
 
@@ -47,15 +68,11 @@ def end_by_force(text: str) -> NoReturn:
         log.logger.error(text)
         sys.stdout.flush()
 
-    speaker = threading.Thread(target=say, name="kvstore_hvd-last-words", daemon=True)
+    writer = threading.Thread(target=say, name="kvstore_hvd-last-words", daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads
-        speaker.start()
-        speaker.join(_LAST_WORDS_S)
+        writer.start()
+        writer.join(_LAST_WORDS_S)
     os._exit(1)
-
-
-# Between two looks at how far a process that leaves has come.
-_LOOK_S = 0.1
 
 
 class ExitWatchdog:
@@ -97,3 +114,78 @@ class ExitWatchdog:
             elif deadline.left() <= 0:
                 return False
         return True
+
+
+# -- Links and MPI --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def end_links_at_exit(with_mpi: bool) -> None:
+    """Have this process wait for its links at its end, or in MPI_Finalize, if the program calls that before."""
+    atexit.register(_end_links, with_mpi)
+    if with_mpi:
+        from mpi4py import MPI
+
+        # MPI_Finalize begins with the attributes of COMM_SELF.
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: _end_links(with_mpi)), 0)
+
+
+def note_world(is_lost: bool) -> None:
+    """Note whether the latest world is lost: MPI may wait for processes that are lost, and gets a limit then."""
+    global _was_lost
+    _was_lost = is_lost
+
+
+def _end_links(with_mpi: bool) -> None:
+    limit_s = config().exit_timeout_s
+    if not native.stop_links(limit_s):
+        log.logger.info("workers of other hosts have not left within %g s", limit_s)
+    if with_mpi and _was_lost:
+        text = f"MPI has not ended within {_MPI_END_S:g} s of a lost world; this process ends by force.\n"
+        native.end_within(_MPI_END_S, f"kvstore_hvd error: {text}")
+
+
+@functools.lru_cache(maxsize=1)
+def finalise_mpi_at_exit(mpi: Any) -> None:
+    """Have this process call MPI_Finalize at its end, and its forked children end without that."""
+    owner, libc = os.getpid(), ctypes.CDLL(None)
+
+    def end() -> None:
+        if os.getpid() == owner and not mpi.Is_finalized():
+            with contextlib.suppress(mpi.Exception):  # of ranks that are lost
+                mpi.Finalize()
+
+    def in_child() -> None:
+        with contextlib.suppress(AttributeError):  # glibc has it
+            libc.on_exit(libc._exit, None)  # with the exit code, before the destructors of MPI's library
+
+    atexit.register(end)
+    os.register_at_fork(after_in_child=in_child)
+
+
+@functools.lru_cache(maxsize=1)
+def end_children_without_mpi() -> None:
+    """Have forked children end without MPI_Finalize where the program has loaded mpi4py, which would call it there."""
+    # Exit handlers are not told the exit code: `raise SystemExit(3)` of a child is not seen here.
+    owner, leave, codes = os.getpid(), sys.exit, [0]
+
+    def noting(status: Any = None, /) -> None:
+        codes[0] = status if isinstance(status, int) else 0 if status is None else 1
+        leave(status)
+
+    def in_child() -> None:
+        vars(sys).pop("last_value", None)  # of the parent
+        for module, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+            setattr(module, name, noting)
+
+    # Handlers from before the first init() do not run in a child.
+    def end() -> None:
+        if os.getpid() != owner:
+            logging.shutdown()
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(AttributeError, OSError, ValueError):
+                    stream.flush()
+            os._exit(1 if hasattr(sys, "last_value") else codes[0] & 0xFF)
+
+    os.register_at_fork(after_in_child=in_child)
+    atexit.register(end)

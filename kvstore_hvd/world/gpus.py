@@ -16,8 +16,7 @@ from kvstore_hvd.gpu.nccl_executor import NcclExecutor
 from kvstore_hvd.gpu.ring_executor import RingExecutor
 from kvstore_hvd.gpu.runtime import Device, activate, reaches, shared
 from kvstore_hvd.gpu.staged_executor import StagedExecutor
-from kvstore_hvd.world.agree import exchange
-from kvstore_hvd.world.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Topology, exchange
 
 # Bytes of staging memory of our kernels beside NCCL: two halves.
 _SMALL_STAGING = 2 << 20

@@ -1,22 +1,21 @@
 """Links: native threads, one on each host, that exchange what the workers of a host have reduced.
 
-A link calls MPI by the addresses of a few functions of the library that mpi4py has loaded; in jobs without MPI it has
-TCP connections to the other links, in clear. Messages that Python itself sent would wait for the interpreter lock, for
+Under MPI a link calls a few functions of the library that mpi4py has loaded, by their addresses. Without MPI it has TCP
+connections to all other links, in clear. Python sends no messages itself: it would wait for the interpreter lock, for
 milliseconds beside a busy program.
 
-TCP: every worker listens on a port of its own, and the launcher tells all workers the addresses of all. Of two hosts
-the later one calls. Both ends prove by HMAC-SHA256 over fresh nonces of both that they know the job's secret; the proof
-names the world and both hosts, so that an attempt of one world never meets that of another. A stranger, who proves
-nothing, gets a thread of its own and a few seconds; past a number of them the oldest is closed.
+How hosts connect by TCP: every worker listens on a port of its own, and the launcher gives all workers the addresses
+of all. Of two hosts, the later one calls the earlier one. Both ends prove by HMAC-SHA256 over fresh nonces of both that
+they know the job's secret. The proof names the world and both hosts, so a connection of one world never serves another.
+A caller that has proved nothing is a stranger: each has a thread of its own and a few seconds, and past 64 strangers
+the oldest connection is closed.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import fcntl
-import functools
 import hmac
 import ipaddress
 import itertools
@@ -27,25 +26,32 @@ import socket
 import struct
 import threading
 import time
-from typing import Any
 
 from kvstore_hvd import log, native
 from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
 from kvstore_hvd.world.meeting import MAC_BYTES, NONCE_BYTES, accept, check_wanted, mac
-from kvstore_hvd.world.topology import World
+from kvstore_hvd.world.topology import FIX_OF_LATE, World
 
 _FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe", "MPI_Get_count")
-# Tags of one world, see transport.hpp; worlds of one meeting: that of all, and 511 joins of process sets. Tags return
-# after 15 meetings or more (MPI promises 32,767 tags; today's libraries have 2^29).
-_TAGS, _WORLDS = 4, 512
+# MPI tags of one world, see transport.hpp.
+_TAGS = 4
+# Worlds of one meeting: that of all, and 511 joins of process sets. Tags return after 15 meetings or more (MPI promises
+# 32,767 tags; today's libraries have 2^29).
+_WORLDS = 512
 
 _SIOCGIFADDR = 0x8915
 _HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s{MAC_BYTES}s")  # magic, calling and called host, nonce, world
 _MAGIC = b"KVHVDtcp"
-_HANDSHAKE_S, _POLL_S, _RETRY_S = 5.0, 0.02, 0.05
-_FIRST_S = 0.3  # limit of the first call of an address; doubles: another address of that host may answer sooner
+# Time for one handshake.
+_HANDSHAKE_S = 5.0
+# Time between two looks at the links or hosts that are missing.
+_POLL_S = 0.02
+# Time between two calls of one host.
+_RETRY_S = 0.05
+# Time for the first call of an address; it doubles at each call: another address of the host may answer sooner.
+_FIRST_S = 0.3
 _MOST_STRANGERS = 64
 
 
@@ -72,12 +78,6 @@ def start_link(world: World, segment: native.Segment) -> None:
         raise
 
 
-@functools.lru_cache(maxsize=1)
-def end_links_at_exit() -> None:
-    """Have this process not end before its links are over: other hosts may need them. Where there is no MPI."""
-    atexit.register(lambda: native.stop_links(config().exit_timeout_s))
-
-
 def _mpi_transport(world: World) -> native.Transport:
     topology = world.topology
     from mpi4py import MPI
@@ -86,10 +86,13 @@ def _mpi_transport(world: World) -> native.Transport:
         fact = "MPI was initialised without MPI_THREAD_MULTIPLE, which several hosts need."
         fix = "call init() before MPI is initialised, or leave mpi4py.rc.thread_level as it is ('multiple')."
         raise LaunchError(message(fact, **topology.speaker, fix=fix))
+    library = ctypes.CDLL(MPI.__file__)
+    addresses = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS}
+    byte, communicator = (int(MPI._handleof(each)) & 0xFFFFFFFFFFFFFFFF for each in (MPI.BYTE, world.communicator))
     most_tags = (MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 32767) // _TAGS
     return native.mpi_transport(
-        _functions(MPI),
-        _handle(MPI, world.communicator),
+        {**addresses, "byte": byte},
+        communicator,
         # Under MPI the lowest rank of a host has its local rank 0.
         [topology.rank_of_all(ranks[0]) for ranks in topology.ranks_by_host.values()],
         (world.meeting * _WORLDS + world.index % _WORLDS) % most_tags * _TAGS,
@@ -101,38 +104,28 @@ def _await_links(world: World, link: native.Link) -> None:
     deadline = Deadline(limit_s)
     try:
         while missing := link.missing():
-            why = world.lost()
-            if not why and deadline.left() <= 0:
-                why = f"{topology.rank_list(missing)} did not arrive within {limit_s:g} s."
-            if why:
-                fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
+            check_wanted(world)
+            if deadline.left() <= 0:
+                fact = f"{topology.rank_list(missing)} did not arrive within {limit_s:g} s."
                 hosts = dict.fromkeys(topology.hosts[rank] for rank in missing)
                 details = [f"{host}: {topology.rank_list(topology.ranks_by_host[host])}" for host in hosts]
-                raise LaunchError(message(why, **topology.speaker, details=details, fix=fix))
+                raise LaunchError(message(fact, **topology.speaker, details=details, fix=FIX_OF_LATE))
             time.sleep(deadline.wait_s(_POLL_S))
     except HorovodInternalError as error:
         fact, _, fix = str(error).partition("\n  Fix: ")
         raise LaunchError(message(f"{fact}.", **topology.speaker, fix=f"{fix}." if fix else fix)) from error
 
 
-def _functions(mpi: Any) -> dict[str, int]:
-    library = ctypes.CDLL(mpi.__file__)
-    found = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS}
-    return {**found, "byte": _handle(mpi, mpi.BYTE)}
-
-
-def _handle(mpi: Any, value: Any) -> int:
-    return int(mpi._handleof(value)) & 0xFFFFFFFFFFFFFFFF
-
-
 # -- TCP ----------------------------------------------------------------------------------------------------------
 
-_reached: set[str] = set()  # addresses, without ports, that have answered: they are called first
-_listeners: dict[int, socket.socket] = {}  # by process: a forked child closes that of its parent, and has none
+# Addresses, without ports, that have answered: they are called first.
+_reached: set[str] = set()
+# The listening socket of this process, by process id: a forked child closes its parent's, and makes its own.
+_listeners: dict[int, socket.socket] = {}
 
 
 def _listener(address: str = "") -> socket.socket:
-    """The listening socket of this process; made at the first call, at this address or at all."""
+    """The listening socket of this process; the first call chooses its address, '' for all."""
     owner = os.getpid()
     if owner not in _listeners:
         _listeners[owner] = listener = socket.create_server((address, 0), backlog=128)
@@ -144,14 +137,14 @@ def _listener(address: str = "") -> socket.socket:
 def own_addresses(listener: socket.socket | None = None) -> list[str]:
     """Where other hosts reach this process: ``ADDRESS:PORT`` of each interface that the job may use. IPv4."""
     chosen = config().network_interfaces.replace(",", " ").split()
-    every: list[tuple[str, str]] = []  # name and address of each
+    every: list[tuple[str, str]] = []  # name and address of each interface
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 every.append((name, socket.inet_ntoa(answer[20:24])))
     if chosen:
-        usable = [address for name, address in every if any(_is_meant(each, name, address) for each in chosen)]
+        usable = [address for name, address in every if any(_is_in(each, name, address) for each in chosen)]
     else:
         outside = [address for _, address in every if not ipaddress.ip_address(address).is_loopback]
         usable = outside or [address for _, address in every]
@@ -165,7 +158,7 @@ def own_addresses(listener: socket.socket | None = None) -> list[str]:
     return [f"{address}:{port}" for address in usable]
 
 
-def _is_meant(wanted: str, name: str, address: str) -> bool:
+def _is_in(wanted: str, name: str, address: str) -> bool:
     try:
         return wanted == name or ipaddress.ip_address(address) in ipaddress.ip_network(wanted, strict=False)
     except ValueError:
@@ -184,9 +177,9 @@ class _Meeting:
         self._hosts = list(topology.ranks_by_host)
         self._own = self._hosts.index(topology.host)
         self._name = mac(world.secret, b"world", f"{world.job}/{world.meeting}/{world.index}".encode())
-        self._lock = threading.Lock()  # of what follows
+        self._lock = threading.Lock()  # of all that follows
         self._found: dict[int, socket.socket] = {}
-        self._strangers: list[socket.socket] = []  # who has called and has proved nothing yet, oldest first
+        self._strangers: list[socket.socket] = []  # the oldest first
         self._faults: dict[int, dict[str, str]] = {}  # by host and address
         self._is_over = False
 
@@ -201,15 +194,20 @@ class _Meeting:
                 if deadline.left() <= 0:
                     raise self._missing()
                 calls.poll(1000 * deadline.wait_s(_POLL_S))
-                for _ in range(_MOST_STRANGERS):  # then the clock is looked at again
+                for _ in range(_MOST_STRANGERS):  # before the next look at the clock
                     connection = accept(self._listener)
                     if connection is None:
                         break
-                    self._take(connection)
+                    with self._lock:
+                        self._strangers.append(connection)
+                        if len(self._strangers) > _MOST_STRANGERS:
+                            with contextlib.suppress(OSError):  # the stranger has gone
+                                self._strangers.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
+                    threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
         except BaseException:
             with self._lock:
-                self._is_over = True  # who comes now is closed
-                if deadline.left() < config().start_timeout_s / 2:  # one that has just begun proves nothing
+                self._is_over = True  # later connections are closed
+                if deadline.left() < config().start_timeout_s / 2:  # a shorter attempt proves nothing
                     self._world.unreached.extend(map(self._leader, self._absent))
                 for connection in self._found.values():
                     connection.close()
@@ -218,17 +216,9 @@ class _Meeting:
             self._is_over = True
         return [self._found[host].detach() if host in self._found else -1 for host in range(len(self._hosts))]
 
-    def _take(self, connection: socket.socket) -> None:
-        with self._lock:
-            self._strangers.append(connection)
-            if len(self._strangers) > _MOST_STRANGERS:
-                with contextlib.suppress(OSError):  # it has gone
-                    self._strangers.pop(0).shutdown(socket.SHUT_RDWR)  # its thread closes it
-        threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
-
     def _keep(self, host: int, connection: socket.socket) -> None:
         with self._lock:
-            # A second one: the other end has given the first one up, and calls again.
+            # A second connection: the other end has given up the first one, and has called again.
             former = connection if self._is_over else self._found.pop(host, None)
             if former is not connection:
                 connection.settimeout(None)
@@ -243,13 +233,13 @@ class _Meeting:
 
     def _call(self, host: int) -> None:
         """Call another host until it answers, at each of its addresses in turn."""
-        places = [address.rpartition(":") for address in self._world.addresses[self._leader(host)]]
-        places.sort(key=lambda place: place[0] not in _reached)
+        addresses = [address.rpartition(":") for address in self._world.addresses[self._leader(host)]]
+        addresses.sort(key=lambda address: address[0] not in _reached)
         faults = self._faults[host] = {}
-        for number, (name, colon, port) in enumerate(itertools.cycle(places)):
+        for number, (name, colon, port) in enumerate(itertools.cycle(addresses)):
             if self._is_over:
                 return
-            limit_s = min(_HANDSHAKE_S, _FIRST_S * 2 ** min(number // len(places), 9))
+            limit_s = min(_HANDSHAKE_S, _FIRST_S * 2 ** min(number // len(addresses), 9))
             with contextlib.ExitStack() as on_failure:
                 try:
                     connection = on_failure.enter_context(socket.create_connection((name, int(port)), limit_s))
@@ -310,20 +300,14 @@ class _Meeting:
             else:
                 how = f"it has not called {own} at {' or '.join(own_addresses(self._listener))}"
             details.append(f"{self._hosts[host]}: {how}")
-        return LaunchError(
-            message(
-                f"{topology.rank_list(ranks)} did not arrive within {config().start_timeout_s:g} s.",
-                **topology.speaker,
-                details=details,
-                fix="see whether they failed or create no store, and whether a firewall lets workers of these hosts "
-                "connect to each other; KVHVD_NETWORK_INTERFACES chooses interfaces, KVHVD_START_TIMEOUT (seconds) "
-                "gives more time.",
-            )
-        )
+        fact = f"{topology.rank_list(ranks)} did not arrive within {config().start_timeout_s:g} s."
+        fix = f"{FIX_OF_LATE} See whether a firewall keeps workers of these hosts from connecting to each other, too; "
+        fix += "KVHVD_NETWORK_INTERFACES chooses interfaces."
+        return LaunchError(message(fact, **topology.speaker, details=details, fix=fix))
 
 
 def _receive(connection: socket.socket, count: int, until: float) -> bytes:
-    """So many bytes, by then."""
+    """Receive this many bytes; `until` is a time of the monotonic clock."""
     received = b""
     while len(received) < count:
         connection.settimeout(max(0.001, until - time.monotonic()))

@@ -21,13 +21,11 @@ from kvstore_hvd.base.clocks import Deadline
 from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, LaunchError, message
 from kvstore_hvd.mxnet_compat import engine_errors
-from kvstore_hvd.world.agree import exchange
-from kvstore_hvd.world.discover import discover
+from kvstore_hvd.world.discover import discover, warn_beside
 from kvstore_hvd.world.exit import ExitWatchdog, early_end
 from kvstore_hvd.world.member import InnerMember, Member, first_unread, log_unread, raise_unread
-from kvstore_hvd.world.mpi import warn_beside
 from kvstore_hvd.world.recorder import Recorder
-from kvstore_hvd.world.topology import Topology, World
+from kvstore_hvd.world.topology import Topology, World, exchange
 from kvstore_hvd.world.worker_line import WorkerLine, current_line
 
 __all__ = [

@@ -1,4 +1,10 @@
-"""A worker's end of a world of several: the host's shared segment, and this worker's engine, arena and GPU thread."""
+"""A worker's part of a world of several: the host's shared segment, and this worker's engine, arena and GPU thread.
+
+The worker with local rank 0 creates the segment, and the host's link in a world on several hosts, once all workers of
+the host have come. It sends the others the descriptor of the segment (`meeting`); they map it. Then each worker makes
+its engine, which matches its operations with the others' in the segment, and its arena, the part of the segment in
+which gradients may lie.
+"""
 
 from __future__ import annotations
 
@@ -15,21 +21,23 @@ from kvstore_hvd.base import cores
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, LaunchError, message
 from kvstore_hvd.gpu.executor import DeviceThread
+from kvstore_hvd.world.exit import end_links_at_exit, note_world
 from kvstore_hvd.world.gpus import create_executor
-from kvstore_hvd.world.links import end_links_at_exit, start_link
+from kvstore_hvd.world.links import start_link
 from kvstore_hvd.world.meeting import share_segment
-from kvstore_hvd.world.mpi import end_with_mpi, note_world
 from kvstore_hvd.world.topology import Inside, Topology, World
 
-# For the arenas of all workers of a host: a part of the 128 TiB that a process has. A process set takes a 32nd of what
-# the world of all takes, so that a worker can be in many.
+# Address space for the arenas of all workers of a host, of the 128 TiB of a process.
 _ADDRESS_SPACE = 32 << 40
-_SHIFT_INSIDE = 5
-# Open files of a worker that joins: a socket for each worker of the host; listener, selector, memory and doorbell; over
-# hosts four for the link's thread; and some for files that other threads open meanwhile.
-_OWN_FILES, _LINK_FILES, _SPARE_FILES = 4, 4, 8
+# A process set takes a 32nd of what the world of all takes, so that a worker can be in many.
+_SET_SHIFT = 5
+# Open files of a worker that joins, beside a socket for each worker of the host: listener, selector, memory, doorbell.
+_OWN_FILES = 4
+# Open files of the link's thread, over hosts.
+_LINK_FILES = 4
+# Open files that other threads of this process may need meanwhile.
+_SPARE_FILES = 8
 
-_DENIED = (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL)
 _FIXES = {
     errno.EMFILE: "allow more open files (ulimit -n), or close some before the worker joins.",
     errno.ENFILE: "the whole machine has too many open files: close some, or raise fs.file-max.",
@@ -37,6 +45,10 @@ _FIXES = {
     errno.ENOMEM: "allow more address space (ulimit -v), or make less of it needed: KVHVD_ARENA_MIB=64.",
     errno.EAGAIN: "allow more processes and threads (ulimit -u, and pids.max of the control group).",
     errno.ENOSPC: "make room in memory, or start fewer workers.",
+    **dict.fromkeys(
+        (errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EINVAL),
+        "a sandbox (seccomp, SELinux, gVisor) forbids this or does not have it: allow it, or run outside of it.",
+    ),
 }
 
 
@@ -47,26 +59,25 @@ class Connection:
         topology = world.topology
         _check_room(topology)
         self._is_over_hosts = topology.host_count > 1
-        if self._is_over_hosts and world.communicator is None:
-            end_links_at_exit()
-        elif self._is_over_hosts:
-            end_with_mpi()
+        if self._is_over_hosts:
+            end_links_at_exit(with_mpi=world.communicator is not None)
         changes = _thresholds()
-        place = topology.ranks_by_host[topology.host].index(topology.rank)
+        # The segment's own order of ranks, which does not follow the launcher's slots.
+        index = topology.ranks_by_host[topology.host].index(topology.rank)
         core = cores.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)
         with refusals_explained(topology):
             segment = _shared_segment(world, changes)
             if not segment.has_core_for_each:
                 text = "there are more workers%s than cores that they may use: a worker that waits does not spin"
                 log.once(f"cores{topology.group}", logging.INFO, text, topology.group)
-            # Not kept: the engine holds the segment until this worker leaves, the arena as long as arrays lie in it.
+            # The engine holds the segment until this worker leaves, the arena as long as arrays lie in the arena.
             try:
                 with cores.threads_on(core):
                     engine = self.engine = native.Engine(
-                        segment, place, config().timeout_s, True, topology.host, config().waits_for_busy, _activity()
+                        segment, index, config().timeout_s, True, topology.host, config().waits_for_busy, _activity()
                     )
                 try:
-                    self._arena = native.Arena(segment, place)
+                    self._arena = native.Arena(segment, index)
                     #: Memory for arrays that the other workers of the host reduce in place; None where there is none.
                     self.arena = self._arena if self._arena.capacity else None
                     engine.protect(self._arena)
@@ -76,15 +87,15 @@ class Connection:
             finally:
                 del segment  # or an error's traceback would keep it
             self._device = DeviceThread(
-                engine, lambda device: create_executor(engine, topology, device), dict(topology.speaker)
+                engine, lambda device: create_executor(engine, topology, device), topology.speaker
             )
-        note_world(is_lost=False)  # all workers live: they have met again
+        note_world(is_lost=False)
         if not native.has_pidfds():
             text = "this system has no pidfds (Linux 5.3): that a worker died is noticed up to half a second later"
             log.once("pidfds", logging.WARNING, text)
 
     def start_device(self, device: int) -> None:
-        """Be ready for operations on arrays of a GPU, before the first one is submitted."""
+        """Prepare for operations on arrays of a GPU, before the first one is submitted."""
         self._device.start(device)
 
     def mxnet_adapter(self) -> native.MXNetAdapter:
@@ -94,7 +105,7 @@ class Connection:
 
     def close(self, reason: str = "") -> None:
         """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
-        # Descriptors and memory are given back at once; the arena when no array lies in it any more.
+        # Descriptors and memory are freed at once; the arena when no array lies in it any more.
         if self._is_over_hosts and self.engine.health() is not None:
             note_world(is_lost=True)
         try:
@@ -108,19 +119,19 @@ class Connection:
 
 @functools.lru_cache(1)
 def _activity() -> native.Activity:
-    """What this process is doing, as it tells the other workers in all of its worlds."""
+    """The activity of this process, which the other workers of all of its worlds see."""
     return native.Activity()
 
 
 def _shared_segment(world: World, changes: str) -> native.Segment:
-    """The segment of this world, which one of its workers creates."""
     topology = world.topology
     created: list[native.Segment] = []
-    hosts = topology.ranks_by_host
+    hosts, is_over_hosts = topology.ranks_by_host, topology.host_count > 1
 
-    def create(told: Sequence[str]) -> int:
+    def create(workers: Sequence[str]) -> int:
+        """Create it on local rank 0, with the descriptions of the cores of all workers of the host."""
         inside = topology.inside or Inside(0, (), 0)
-        with refusals_explained(topology):  # the others are told the same
+        with refusals_explained(topology):  # the other workers get the same text
             created.append(
                 native.Segment.create(
                     topology.local_size,
@@ -129,13 +140,14 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
                     inside.number,
                     inside.size,
                     inside.ranks,
-                    cores.suffice([*told, *told[:1]] if len(hosts) > 1 else told),  # the link's thread is one more
+                    # Over hosts, the link's thread is one more.
+                    cores.suffice([*workers, *workers[:1]] if is_over_hosts else workers),
                     list(hosts).index(topology.host),
-                    list(hosts.values()) if len(hosts) > 1 else (),
+                    list(hosts.values()) if is_over_hosts else (),
                 )
             )
-            # Its thread serves all workers of the host, not only this one, which may be bound to a core.
-            with cores.threads_on_any(cores.together(told)):
+            # The link's thread serves all workers of the host; this worker may be bound to a core.
+            with cores.threads_on_any(cores.together(workers)):
                 start_link(world, created[0])
         return created[0].fd
 
@@ -149,7 +161,7 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
 
 
 def _thresholds() -> str:
-    """The user's, checked on every worker although those of the one that creates the segment count."""
+    """The user's thresholds, checked on every worker; those of local rank 0 count."""
     changes = config().thresholds
     try:
         native.thresholds(changes)
@@ -164,33 +176,26 @@ def _thresholds() -> str:
 def _arena_bytes(topology: Topology) -> int:
     if not config().zero_copy:
         return 0
-    available = _ADDRESS_SPACE
     # The arenas are mapped, and count as a file.
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE):
-        limit = cores.limit_of(kind)
-        if limit != resource.RLIM_INFINITY:
-            available = min(available, limit // 4)
+    limits = {cores.limit_of(resource.RLIMIT_AS), cores.limit_of(resource.RLIMIT_FSIZE)} - {resource.RLIM_INFINITY}
+    available = min([_ADDRESS_SPACE, *(limit // 4 for limit in limits)])
     if topology.inside is not None:
-        available >>= _SHIFT_INSIDE
+        available >>= _SET_SHIFT
     available //= topology.local_size
-    # Address space, not memory: what nobody writes to does not exist.
-    wanted = config().arena_mib << 20 or _memory_bytes() or available
+    try:
+        memory = max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0)
+    except (OSError, ValueError):  # a sandbox without sysinfo(2)
+        memory = 0
+    # Address space, not memory: a page that is never written takes none.
+    wanted = config().arena_mib << 20 or memory or available
     if wanted > available:
         text = "gradients of at most %d MiB are shared in place%s"
         log.once(f"arena{topology.group}", logging.INFO, text, available >> 20, topology.group)
     return min(wanted, available)
 
 
-def _memory_bytes() -> int:
-    """Of this machine; 0 where the system does not tell, as in a sandbox without sysinfo(2)."""
-    try:
-        return max(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), 0)
-    except (OSError, ValueError):
-        return 0
-
-
 def _check_room(topology: Topology) -> None:
-    """Raise LaunchError where this process lacks open files for one more world; other worlds have theirs already."""
+    """Raise LaunchError where this process lacks open files for one more world."""
     limit = cores.limit_of(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return
@@ -199,34 +204,25 @@ def _check_room(topology: Topology) -> None:
     if limit - used >= needed:
         return
     what = f"process set {topology.inside.number}" if topology.inside is not None else "the world"
-    raise LaunchError(
-        message(
-            f"joining {what} of {topology.size} workers takes {needed} open files, and this process has "
-            f"{limit - used} left.",
-            **topology.speaker,
-            details=[f"{limit} are allowed (ulimit -n), {used} are in use."],
-            fix=f"`ulimit -n {max(4096, 2 * (used + needed))}` before the start; each process set takes as many files "
-            "as it has members, and a few more.",
-        )
-    )
+    fact = f"joining {what} of {topology.size} workers takes {needed} open files, and this process has "
+    fact += f"{limit - used} left."
+    details = [f"{limit} are allowed (ulimit -n), {used} are in use."]
+    fix = f"`ulimit -n {max(4096, 2 * (used + needed))}` before the start; each process set takes as many files as it "
+    fix += "has members, and a few more."
+    raise LaunchError(message(fact, **topology.speaker, details=details, fix=fix))
 
 
 @contextlib.contextmanager
 def refusals_explained(topology: Topology) -> Iterator[None]:
-    """Turn what the system refuses within the block into a LaunchError that tells what helps."""
+    """Turn errors of the system within the block into a LaunchError that names a fix."""
+    fact = "the system refuses what a world of workers needs: "
     try:
         yield
     except OSError as error:
-        # Errors of the native engine say what was tried, and why not.
-        fact = f"the system refuses what a world of workers needs: {error.strerror or error}."
+        # Errors of the native engine name the call and the reason.
         fix = _FIXES.get(error.errno or 0, "see the reason; the kernel's log (dmesg) may tell more.")
-        if error.errno in _DENIED:
-            fix = (
-                "a sandbox (seccomp, SELinux, gVisor) forbids this or does not have it: allow it, or run outside of it."
-            )
-        raise LaunchError(message(fact, **topology.speaker, fix=fix)) from error
+        raise LaunchError(message(f"{fact}{error.strerror or error}.", **topology.speaker, fix=fix)) from error
     except RuntimeError as error:
         if str(error) != "can't start new thread":  # Python's words for EAGAIN
             raise
-        fact = "the system refuses what a world of workers needs: a thread."
-        raise LaunchError(message(fact, **topology.speaker, fix=_FIXES[errno.EAGAIN])) from error
+        raise LaunchError(message(f"{fact}a thread.", **topology.speaker, fix=_FIXES[errno.EAGAIN])) from error

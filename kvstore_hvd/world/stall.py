@@ -1,9 +1,12 @@
-"""The stall report: who waits for whom, and where a late worker is.
+"""The stall report: which ranks wait for which ranks, and where a late rank is.
 
-Every worker looks at its own world, about twice a second, on a thread of its own. One that waits (the lowest rank of
-those that wait for an operation) says for what and for whom; one that others wait for says so, with its Python stack.
-Nothing is exchanged for it: what a worker needs to know lies in the memory that they share. The same thread tells the
-engine where the program is, for the errors of deadlines, also where there are no reports.
+The ranks exchange nothing for it: each reads the pending operations of all ranks in the segment, about twice a second,
+on a thread of its own.
+- Of the ranks that wait for an operation, the lowest one logs the operation and the late ranks.
+- A late rank logs the operations that it has not submitted, with its Python stack.
+- A rank whose engine is blocked by a stopped process logs that process.
+- Past the stall shutdown time, the waiting rank fails the world with its report.
+The same thread gives the engine the program's current line, for the errors of deadlines, also where reports are off.
 """
 
 from __future__ import annotations
@@ -21,24 +24,28 @@ from kvstore_hvd.base.clocks import LOOK_S, RunningClock
 from kvstore_hvd.native import Missed, Waiting
 from kvstore_hvd.world.topology import Topology
 
-#: What the names of this package's threads begin with; stacks leave those out.
-OWN_THREADS = "kvstore_hvd-"
-# Of a report: the innermost calls of each thread, and a few threads.
+# What the names of this package's threads begin with; stacks leave those out.
+_OWN_THREADS = "kvstore_hvd-"
+# Calls of the main thread and of other threads, the innermost ones, and the number of other threads in a report.
 _MAIN_CALLS, _OTHER_CALLS, _OTHER_THREADS = 15, 5, 3
 
 # Packages whose code is not the program's, by their first names. Python 3.9 does not list its own.
 _LIBRARIES = {"kvstore_hvd", "horovod", "mxnet", "concurrent", "threading"} | getattr(sys, "stdlib_module_names", set())
+# Letters of a path in the program's line.
 _MAX_PATH = 80
-# Frames of the main thread among which a line of the program is looked for.
+# Calls of the main thread among which the program's line is looked for.
 _MOST_CALLS = 100
-# Who waits for longer may be asked where.
+# Time after which a pending operation makes the engine know the program's line.
 _SOON_S = 1.0
 
+# Time for a look that is under way when the world is left.
 _STOP_S = 1.0
-_LOOKS = 4  # at least so many before the first report
-_SHOWN = 6  # operations
-_SHOWN_RANKS = 8
-_MISSED = 256  # operations that are looked at
+# Looks before the first report, at least.
+_LOOKS = 4
+# Operations and ranks in a report.
+_SHOWN, _SHOWN_RANKS = 6, 8
+# Missed operations that are looked at.
+_MISSED = 256
 
 # proc(5): the states of a process that explain why it does not go on.
 _STATES = {
@@ -47,7 +54,6 @@ _STATES = {
     "D": "its process waits for a disk or a network file system",
     "Z": "its process has ended",
 }
-_STOPPED = ("T", "t")
 
 
 class StallInspector:
@@ -63,7 +69,6 @@ class StallInspector:
     ) -> None:
         self._engine = engine
         self._topology = topology
-        self._rank, self._size = topology.rank, topology.size
         self._name = f"rank {topology.rank_in_all}"
         self._workers = f"workers{topology.group}"
         self._check_s = min(check_s, shutdown_s) if shutdown_s else check_s
@@ -71,12 +76,12 @@ class StallInspector:
         self._describe = describe
         #: Whether this worker has failed the world because others did not come.
         self.has_given_up = False
-        self._waiting, self._missing = _Reports(self._check_s), _Reports(self._check_s)
+        self._waiting, self._missing = _Schedule(self._check_s), _Schedule(self._check_s)
         self._missed_since: dict[Missed, float] = {}
         self._patient: set[tuple[str, float]] = set()
         self._blocked_since: float | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=f"{OWN_THREADS}stall", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{_OWN_THREADS}stall", daemon=True)
 
     def start(self) -> None:
         """Look from now on, until `stop` or the world is lost."""
@@ -89,14 +94,13 @@ class StallInspector:
             self._thread.join(_STOP_S)
 
     def look(self, now: float) -> bool:
-        """Look once, and log what there is to report."""
+        """Look once, and log new reports; returns whether the world still lives."""
         if self._engine.health() is not None:
             return False
         missed = self._engine.missed(_MISSED)
         if self._check_s:
             self._look_at_waiting(now)
             self._look_at_missed(now, missed)
-        # Only then may the line be asked for.
         if missed or self._engine.waiting(_SOON_S):
             self._engine.tell_line(program_line(), native.callers_of("mxnet"))
         return True
@@ -120,8 +124,8 @@ class StallInspector:
             self._look_at_blocked(now)
             return
         self._blocked_since = None
-        self._tell_of_patient([one for one in waiting if one.name.startswith(native.PATIENT)])
-        waiting = [one for one in waiting if not one.name.startswith(native.PATIENT) and self._speaks_for(one)]
+        self._note_patient([one for one in waiting if one.name.startswith(native.PATIENT)])
+        waiting = [one for one in waiting if not one.name.startswith(native.PATIENT) and self._reports(one)]
         waiting.sort(key=lambda one: -one.age_s)
         culprits = {rank for one in waiting for rank in one.late}
         report, over = self._waiting.update({(one.name, one.since): one.age_s for one in waiting}, culprits)
@@ -139,8 +143,8 @@ class StallInspector:
             self.has_given_up = True
             self._engine.abort(self._waiting_text(head, waiting))
 
-    def _tell_of_patient(self, waiting: Sequence[Waiting]) -> None:
-        """Say once that this worker has nothing to do but to wait for others, which is no fault of theirs."""
+    def _note_patient(self, waiting: Sequence[Waiting]) -> None:
+        """Log once that this worker has no input left, and may wait for the other workers for any time."""
         now = {(one.name, one.since) for one in waiting}
         for one in waiting:
             if (one.name, one.since) not in self._patient and one.late:
@@ -149,9 +153,9 @@ class StallInspector:
                 log.logger.info("%s", "\n  ".join([head, *self._ranks(one.late)]))
         self._patient = now
 
-    def _speaks_for(self, one: Waiting) -> bool:
-        """Whether this is the lowest of those that wait, and can speak."""
-        return all(is_stopped(self._engine, rank) for rank in range(self._rank) if rank not in one.late)
+    def _reports(self, one: Waiting) -> bool:
+        """Whether this is the lowest rank that waits for the operation and is not stopped."""
+        return all(is_stopped(self._engine, rank) for rank in range(self._topology.rank) if rank not in one.late)
 
     def _waiting_text(self, head: str, waiting: Sequence[Waiting], hint: str = "") -> str:
         lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]
@@ -164,15 +168,15 @@ class StallInspector:
         if one.announced_by_all:
             behind = f"{self._topology.rank_list(one.late)} stopped inside it" if one.late else "none of them moves"
             return f"submitted by all; {behind}"
-        present = [rank for rank in range(self._size) if rank not in one.late]
+        present = [rank for rank in range(self._topology.size) if rank not in one.late]
         return f"submitted by {self._topology.rank_list(present)}, not by {self._topology.rank_list(one.late)}"
 
     def _ranks(self, ranks: Collection[int], hint: str = "") -> list[str]:
-        """Who they are, and why they do not go on: `hint` where their processes do not tell."""
+        """A line for each rank, with the state of its process if that explains the delay, else the hint."""
         lines = []
         for rank in sorted(ranks)[:_SHOWN_RANKS]:
             pid, text = self._engine.process(rank)  # no process of another host, or of a rank that never joined
-            why = _STATES.get(_state(self._engine, rank), "" if rank == self._rank else hint)
+            why = _STATES.get(_state(self._engine, rank), "" if rank == self._topology.rank else hint)
             is_known = pid or self._topology.hosts[rank] != self._topology.host
             lines.append(f"{text}: {why.format(pid=pid)}" if why and is_known else text)
         if len(ranks) > _SHOWN_RANKS:
@@ -180,13 +184,13 @@ class StallInspector:
         return lines
 
     def _look_at_blocked(self, now: float) -> None:
-        """Another thread of this worker is inside the engine: for a moment, or because a stopped rank has a lock."""
+        """Report that a thread of this worker is blocked in the engine, where a stopped rank holds a lock."""
         if self._blocked_since is None:
             self._blocked_since = now
         age_s = now - self._blocked_since
         if age_s < self._check_s:
             return
-        stopped = [rank for rank in range(self._size) if is_stopped(self._engine, rank)]
+        stopped = [rank for rank in range(self._topology.size) if is_stopped(self._engine, rank)]
         report, _ = self._waiting.update({"blocked": age_s} if stopped else {}, stopped)
         if report:
             head = f"{self._name} has been blocked in the engine for {age_s:.0f} s: a stopped rank holds a lock."
@@ -214,8 +218,8 @@ class StallInspector:
         )
 
 
-class _Reports:
-    """When to report a stall: a row of looks, each of which saw something that the look before saw as well."""
+class _Schedule:
+    """When to report a stall: a row of looks, each of which shares an operation with the look before."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -243,8 +247,8 @@ class _Reports:
 
 
 def is_stopped(engine: native.Engine, rank: int) -> bool:
-    """Whether the process of a rank is seen to be stopped."""
-    return _state(engine, rank) in _STOPPED
+    """Whether the process of a rank is seen to be stopped, by a signal or a debugger."""
+    return _state(engine, rank) in ("T", "t")
 
 
 def _state(engine: native.Engine, rank: int) -> str:
@@ -267,16 +271,13 @@ def program_line() -> str:
 
 def python_stacks() -> str:
     """The stacks of this process, as tracebacks show them: the main thread's first, this package's threads left out."""
-    # Any thread may call it; it stops nobody.
     frames = sys._current_frames()
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = threading.main_thread().ident
-    parts = []
-    if main in frames:
-        parts.append(_stack("main thread", frames.pop(main), _MAIN_CALLS))
+    main = frames.pop(threading.main_thread().ident or 0, None)
     frames.pop(threading.get_ident(), None)
     others = [(names.get(ident, f"thread {ident}"), frame) for ident, frame in frames.items()]
-    others = [(name, frame) for name, frame in others if not name.startswith(OWN_THREADS)]
+    others = [(name, frame) for name, frame in others if not name.startswith(_OWN_THREADS)]
+    parts = [_stack("main thread", main, _MAIN_CALLS)] if main is not None else []
     parts += [_stack(name, frame, _OTHER_CALLS) for name, frame in others[:_OTHER_THREADS]]
     if len(others) > _OTHER_THREADS:
         parts.append(f"... and {len(others) - _OTHER_THREADS} more threads")
@@ -284,9 +285,7 @@ def python_stacks() -> str:
 
 
 def _stack(name: str, frame: FrameType, most: int) -> str:
-    calls, depth, outer = traceback.extract_stack(frame, limit=most), 0, frame
-    while outer.f_back is not None:
-        depth, outer = depth + 1, outer.f_back
-    left_out = depth + 1 - len(calls)
+    calls = traceback.extract_stack(frame, limit=most)
+    left_out = sum(1 for _ in traceback.walk_stack(frame)) - len(calls)
     title = f"{name}, innermost call last{f' ({left_out} outer calls left out)' if left_out > 0 else ''}:"
     return "\n".join([title, *(line.rstrip("\n") for line in traceback.format_list(calls))])

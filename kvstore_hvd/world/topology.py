@@ -1,25 +1,25 @@
-"""Who takes part: the ranks of a world and the hosts they are on."""
+"""Who takes part: the ranks of a world, the hosts they are on, and short texts that all ranks send each other."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
-from kvstore_hvd import errors
+import numpy as np
 
-__all__ = [
-    "Host",
-    "Inside",
-    "Speaker",
-    "Topology",
-    "World",
-    "virtual_hosts",
-    "watching_namespaces",
-]
+from kvstore_hvd import errors, native
+
+__all__ = ["Topology"]
+
+_CLOCK_ROUNDS = 20
+
+#: Of errors that name ranks which did not arrive in time.
+FIX_OF_LATE = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,9 @@ class Host:
 
     @classmethod
     def here(cls) -> Host:
-        """The host of this process.
-
-        The boot id tells machines apart whose hostnames are equal. Abstract sockets live in the network namespace:
-        containers that do not share it count as different hosts, and so do those whose processes cannot watch each
-        other, see `watching_namespaces`.
-        """
+        """The host of this process."""
+        # The boot id tells machines apart whose hostnames are equal. Abstract sockets live in the network namespace:
+        # containers that do not share it, or the namespaces of `watching_namespaces`, count as different hosts.
         name = socket.gethostname()
         try:
             with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -47,11 +44,9 @@ class Host:
 
 
 def virtual_hosts(hosts: Sequence[Host], placement: str) -> list[Host]:
-    """The hosts of all ranks where tests split those of one machine; they have segments of their own, nothing else.
-
-    `placement` (``KVHVD_TEST_HOSTS``): ``'2'``, two hosts with equally many ranks; ``'2,1,1'``, so many ranks each, in
-    order; ``'0/1/0'``, the host of each rank. Worlds of other sizes stay on one host.
-    """
+    """The hosts of all ranks where tests split those of one machine; they have segments of their own, nothing else."""
+    # `placement` (``KVHVD_TEST_HOSTS``): ``'2'``, two hosts with equally many ranks; ``'2,1,1'``, so many ranks each,
+    # in order; ``'0/1/0'``, the host of each rank. Worlds of other sizes stay on one host.
     size = len(hosts)
     if "/" in placement:
         numbers = [int(part) for part in placement.split("/")]
@@ -66,11 +61,8 @@ def virtual_hosts(hosts: Sequence[Host], placement: str) -> list[Host]:
 
 
 def watching_namespaces() -> tuple[str, str]:
-    """The PID and the time namespace of this process, ``('pid:[4026531836]', 'time:[4026531834]')``.
-
-    Workers watch each other by their process ids and the times at which they started: both mean something else in
-    another such namespace. Empty where the system has none, or does not tell.
-    """
+    """The PID and the time namespace of this process; '' where the system has none, or hides it."""
+    # Workers watch each other by process ids and start times: both mean something else in another such namespace.
     return _namespace("pid"), _namespace("time")
 
 
@@ -81,33 +73,32 @@ def _namespace(kind: str) -> str:
         return ""
 
 
-class Speaker(TypedDict, total=False):
-    """What `errors.message` takes of the worker that speaks: ``message(fact, **topology.speaker)``."""
-
-    rank: int
-    size: int
-    within: str
-
-
 @dataclass(frozen=True)
 class Inside:
-    """The place of a world of some of the workers in the world of all: messages name those by their ranks there."""
+    """The process set that a world belongs to: messages name its ranks by those in the world of all."""
 
     number: int  # of the process set
-    ranks: tuple[int, ...]  # of its workers, in ascending order; outside of it: of this worker
+    ranks: tuple[int, ...]  # of its members, ascending; where this worker is not in the set: of this worker
     size: int  # of the world of all
-    is_outside: bool = False  # this worker is no member, and alone
+    is_outside: bool = False  # this worker is not in the set, and alone in this world
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of this process in its world. Local ranks follow the order of ranks, or of slots where that is known.
+    """The place of this process in its world.
 
-    `cross_rank` and `cross_size` are the rank and number among the workers that have this local rank on their host.
-    `hosts` names each rank's host, and names are equal exactly where memory can be shared. `generation` is the world's
-    number: the number of worlds that this process was in before. `source` is ``'launcher'``, ``'mpi'`` or ``'single'``.
-    `inside` is set for a process set's world. `places` are the local ranks of all ranks, where they were given; `pids`
-    their processes, where the world is on several hosts.
+    Attributes
+    ----------
+    rank, size, local_rank, local_size : int
+        As in Horovod. Local ranks follow the order of ranks, or of the launcher's slots.
+    cross_rank, cross_size : int
+        The rank and number among the workers that have this local rank on their host.
+    hosts : tuple of str
+        The host of each rank; names are equal exactly where memory can be shared.
+    generation : int
+        The number of worlds that this process was in before.
+    source : str
+        ``'launcher'``, ``'mpi'`` or ``'single'``.
     """
 
     rank: int
@@ -119,9 +110,9 @@ class Topology:
     hosts: tuple[str, ...]
     generation: int = 0
     source: str = "single"
-    inside: Inside | None = None
-    places: tuple[int, ...] = ()
-    pids: tuple[int, ...] = ()
+    inside: Inside | None = None  # of a process set's world
+    places: tuple[int, ...] = ()  # the local rank of each rank, where the launcher has given them
+    pids: tuple[int, ...] = ()  # the process of each rank, of a world on several hosts
 
     @classmethod
     def of(
@@ -135,20 +126,15 @@ class Topology:
         places: Sequence[int] = (),
         pids: Sequence[int] = (),
     ) -> Topology:
-        """Derive everything from the hosts of all ranks, given in rank order, and their local ranks if these differ."""
+        """Derive everything from the host of each rank, and from the local ranks where these are given."""
         names = _unique_names(hosts)
-        seen: dict[str, int] = {}
-        place: list[int] = []  # local rank of each rank
-        for name in names:
-            place.append(seen.get(name, 0))
-            seen[name] = place[-1] + 1
-        place = list(places) or place
-        column = [r for r in range(len(names)) if place[r] == place[rank]]
+        local_ranks = list(places) or [names[:r].count(name) for r, name in enumerate(names)]
+        column = [r for r, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
         return cls(
             rank=rank,
             size=len(names),
-            local_rank=place[rank],
-            local_size=seen[names[rank]],
+            local_rank=local_ranks[rank],
+            local_size=names.count(names[rank]),
             cross_rank=column.index(rank),
             cross_size=len(column),
             hosts=names,
@@ -160,33 +146,33 @@ class Topology:
         )
 
     def rank_of_all(self, rank: int) -> int:
-        """The rank among all workers of the worker with this rank in this world, which may be a process set's."""
+        """The rank in the world of all of a rank of this world."""
         return rank if self.inside is None else self.inside.ranks[rank]
 
     @property
     def all_ranks(self) -> Sequence[int]:
-        """Those of this world among all workers, in order."""
+        """The ranks of this world, as ranks of the world of all."""
         return range(self.size) if self.inside is None else self.inside.ranks
 
     @property
     def rank_in_all(self) -> int:
-        """This worker's rank among all workers."""
+        """This worker's rank in the world of all."""
         return self.rank_of_all(self.rank)
 
     def rank_list(self, ranks: Iterable[int]) -> str:
-        """As `errors.rank_list`: names ranks of this world by those among all workers."""
+        """As `errors.rank_list`, of ranks of this world, which are named as ranks of the world of all."""
         return errors.rank_list(self.rank_of_all(rank) for rank in ranks)
 
-    def listed(self, said: Iterable[object]) -> list[str]:
-        """Who said what, given in the order of ranks: ``'float32: ranks 0-2'``, one line for each answer."""
+    def listed(self, values: Iterable[object]) -> list[str]:
+        """The ranks that have each value, of values in the order of ranks: ``'float32: ranks 0-2'``, a line each."""
         ranks: dict[object, list[int]] = {}
-        for rank, answer in enumerate(said):
-            ranks.setdefault(answer, []).append(rank)
-        return [f"{answer}: {self.rank_list(who)}" for answer, who in ranks.items()]
+        for rank, value in enumerate(values):
+            ranks.setdefault(value, []).append(rank)
+        return [f"{value}: {self.rank_list(having)}" for value, having in ranks.items()]
 
     @property
     def is_outside(self) -> bool:
-        """Whether this stands for a process set of which this worker is not a member: it is alone in it."""
+        """Whether this is the world of one of a worker that is not in the process set."""
         return self.inside is not None and self.inside.is_outside
 
     @property
@@ -195,16 +181,16 @@ class Topology:
         return "" if self.inside is None else f" of process set {self.inside.number}"
 
     @property
-    def speaker(self) -> Speaker:
-        """This worker, as messages name it."""
+    def speaker(self) -> dict[str, Any]:
+        """The prefix of errors of this worker: ``message(fact, **topology.speaker)``."""
         if self.inside is None:
-            return Speaker(rank=self.rank, size=self.size)
+            return {"rank": self.rank, "size": self.size}
         rank, within = self.rank_in_all, f"process set {self.inside.number}"
         if self.inside.is_outside:
             within = f"outside of {within}"
         elif rank != self.rank:
             within = f"rank {self.rank}/{self.size} in {within}"
-        return Speaker(rank=rank, size=self.inside.size, within=within)
+        return {"rank": rank, "size": self.inside.size, "within": within}
 
     @property
     def host(self) -> str:
@@ -213,7 +199,7 @@ class Topology:
 
     @property
     def local_ranks(self) -> tuple[int, ...]:
-        """The ranks on this host, in the order of their local ranks; entry `local_rank` is this one."""
+        """The ranks on this host, in the order of their local ranks."""
         ranks = self.ranks_by_host[self.host]
         return tuple(sorted(ranks, key=self.places.__getitem__) if self.places else ranks)
 
@@ -244,27 +230,66 @@ def _unique_names(hosts: Sequence[Host]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class World:
-    """A topology and what its ranks need to find and trust each other.
-
-    `job` and `secret` are equal on all ranks of the world and on no others. `lost` tells, before the ranks have met and
-    afterwards, why they need not any more; empty as long as they need. `meeting` tells the meetings of a job from each
-    other: it is equal on all ranks, whatever other worlds each of them was in. Of a world on several hosts,
-    `communicator` is mpi4py's, with the ranks of the world of all; where there is none, `addresses` tells where each of
-    those ranks listens. `index` tells the joins of process sets within that world from each other, and from it (0).
-    `unreached` gets one rank of each host that did not answer for half the start timeout.
-    """
+    """A topology and what its ranks need to find and trust each other."""
 
     topology: Topology
-    job: str
+    job: str  # equal on all ranks of the world, and on no others; so is the secret
     secret: bytes = field(repr=False)
+    #: Why the world is lost, before the ranks have met or afterwards; '' as long as it is not.
     lost: Callable[[], str] = field(default=lambda: "", repr=False, compare=False)
-    meeting: int = 0
+    meeting: int = 0  # the number of this meeting of the job: equal on all ranks
+    #: mpi4py's, with the ranks of the world of all, where that is on several hosts and MPI's.
     communicator: Any = field(default=None, repr=False, compare=False)
+    #: Where each rank of the world of all listens, where that is on several hosts without MPI.
     addresses: tuple[tuple[str, ...], ...] = field(default=(), repr=False, compare=False)
-    index: int = 0
+    index: int = 0  # the number of this join of a process set in the world of all, whose own index is 0
+    #: One rank of each host that did not answer for half the start timeout.
     unreached: list[int] = field(default_factory=list, repr=False, compare=False)
 
     def next_generation(self) -> World:
         """The same ranks one generation, and one meeting, later."""
         topology = dataclasses.replace(self.topology, generation=self.topology.generation + 1)
         return dataclasses.replace(self, topology=topology, meeting=self.meeting + 1)
+
+
+# -- Texts and clocks of all ranks ----------------------------------------------------------------------------------
+
+
+def exchange(engine: native.Engine | None, topology: Topology, name: str, text: str) -> list[str]:
+    """The text of every rank, in the order of ranks; collective. No engine: a world of one."""
+    if engine is None:
+        return [text]
+    encoded = text.encode(errors="surrogatepass")
+    lengths = np.zeros(topology.size, np.int64)
+    lengths[topology.rank] = len(encoded)
+    _sum(engine, f"{name}/lengths", lengths)
+    rows = np.zeros((topology.size, max(1, int(lengths.max()))), np.uint8)
+    rows[topology.rank, : len(encoded)] = np.frombuffer(encoded, np.uint8)
+    _sum(engine, name, rows)
+    return [row[:length].tobytes().decode(errors="surrogatepass") for row, length in zip(rows, lengths.tolist())]
+
+
+def clock_ahead(engine: native.Engine | None, topology: Topology, name: str) -> tuple[int, int]:
+    """By how many ns this host's monotonic clock is ahead of rank 0's, and the error of that; collective."""
+    # F. Cristian, Probabilistic clock synchronization (1989). No rank has a sum before all ranks have submitted it: its
+    # times bound the difference from both sides. All ranks of a host take the times of the host's lowest rank.
+    first = topology.ranks_by_host[topology.host][0]
+    if engine is None or topology.host_count == 1:
+        return 0, 0
+    low, high, completed = -(1 << 62), 1 << 62, 0
+    submitted_before: list[int] = []
+    for _ in range(_CLOCK_ROUNDS):
+        table = np.zeros((topology.size, 2), np.int64)
+        table[topology.rank] = time.monotonic_ns(), completed
+        _sum(engine, name, table)
+        completed = time.monotonic_ns()
+        if submitted_before:
+            low = max(low, submitted_before[first] - int(table[0, 1]))
+            high = min(high, int(table[first, 1]) - submitted_before[0])
+        submitted_before = table[:, 0].tolist()
+    return ((low + high) // 2, (high - low + 1) // 2) if first else (0, 0)
+
+
+def _sum(engine: native.Engine, name: str, table: np.ndarray[Any, Any]) -> None:
+    address = [table.ctypes.data]
+    engine.run(native.Request("allreduce", name, f"'{name}'", address, address, table.shape, table.dtype.name))

@@ -13,7 +13,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd.errors import HorovodInternalError, ShutdownError
 from kvstore_hvd.world import process
-from kvstore_hvd.world.agree import exchange
+from kvstore_hvd.world.topology import exchange
 from support.gluon import gradients, parameters
 from support.networks import built, step, trainer_of
 from support.patience import patient

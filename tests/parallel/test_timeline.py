@@ -11,7 +11,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.world import process
-from kvstore_hvd.world.agree import clock_ahead
+from kvstore_hvd.world.topology import clock_ahead
 from support.gluon import array, backward, mlp, parameters, samples
 from support.timeline import Trace, parts_of
 from support.zero_copy import meet_again

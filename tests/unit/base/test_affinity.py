@@ -9,7 +9,7 @@ import pytest
 from kvstore_hvd.base.cores import chosen_core, threads_on
 from kvstore_hvd.errors import ConfigError
 from kvstore_hvd.world import process
-from kvstore_hvd.world.agree import exchange
+from kvstore_hvd.world.topology import exchange
 from support.fake_native import fake_world
 
 

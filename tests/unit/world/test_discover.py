@@ -1,6 +1,5 @@
 """Which world a process finds itself in, and what it refuses. Real MPIs are tested in tests/integration."""
 
-import dataclasses
 import importlib
 import sys
 import types
@@ -10,7 +9,6 @@ import pytest
 from kvstore_hvd.errors import InvalidRequestError, LaunchError
 from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.world import discover as discover_module
-from kvstore_hvd.world import mpi as mpi_world
 from kvstore_hvd.world.topology import Host, Topology
 
 config_module = importlib.import_module("kvstore_hvd.config")
@@ -167,9 +165,9 @@ class FakeComm:
     Is_inter = Free = Set_errhandler = lambda self, *arguments: False
 
     def allgather(self, item):
-        if self._on is None or not isinstance(item, mpi_world.Introduction):
+        if self._on is None:
             return [item] * self.size
-        return [dataclasses.replace(item, host=Host(host, host)) for host in self._on]
+        return [(Host(host, host), *item[1:]) for host in self._on]
 
 
 def fake_mpi(size, vendor="Open MPI", version=(5, 0, 11), **more):
@@ -197,7 +195,7 @@ def install(monkeypatch, module):
     package = types.ModuleType("mpi4py")
     package.__dict__.update(MPI=module, rc=types.SimpleNamespace(initialize=True, finalize=None))
     monkeypatch.setitem(sys.modules, "mpi4py", package)
-    monkeypatch.setattr(mpi_world, "_finalise_at_exit", lambda mpi: None)  # this process has no MPI
+    monkeypatch.setattr(discover_module, "finalise_mpi_at_exit", lambda mpi: None)  # this process has no MPI
     return package
 
 
