@@ -112,7 +112,8 @@ class _Finder:
             )
         spec = ModuleSpec(name, _Loader(real_name), origin=real.origin)
         # A list makes it a package, whose submodules this finder finds.
-        spec.submodule_search_locations = None if real.submodule_search_locations is None else []
+        is_package = real.submodule_search_locations is not None or any(each.startswith(name + ".") for each in _NAMES)
+        spec.submodule_search_locations = [] if is_package else None
         return spec
 
 
