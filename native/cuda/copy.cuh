@@ -2,7 +2,6 @@
 #pragma once
 
 #include "elements.cuh"
-#include "memory.cuh"
 
 namespace kvstore_hvd::gpu {
 

@@ -6,8 +6,6 @@
 #pragma once
 
 #include "elements.cuh"
-#include "memory.cuh"
-#include "waiting.cuh"
 
 namespace kvstore_hvd::gpu {
 

@@ -15,13 +15,13 @@ kvhvd_mutation(ring_overruns_its_slots test_gpu_schedules ring.cuh
   [==[own.freed[channel], sent_ + 1 - kSlots]==] [==[own.freed[channel], sent_ + 1 - 2 * kSlots]==])
 kvhvd_mutation(ring_flag_before_data test_gpu_schedules ring.cuh
   [==[block_sync();  // all threads' accesses are before the flags]==] "")
-kvhvd_mutation(counters_do_not_wrap test_gpu_schedules waiting.cuh
+kvhvd_mutation(counters_do_not_wrap test_gpu_schedules layout.cuh
   [==[static_cast<i32>(load_acquire(&counter.value) - wanted) < 0]==] [==[load_acquire(&counter.value) < wanted]==])
-kvhvd_mutation(meeting_before_data test_gpu_schedules waiting.cuh
+kvhvd_mutation(meeting_before_data test_gpu_schedules layout.cuh
   [==[block_sync();  // the block's accesses are before what thread 0 does]==] "")
-kvhvd_mutation(first_block_speaks_for_all test_gpu_schedules waiting.cuh
+kvhvd_mutation(first_block_speaks_for_all test_gpu_schedules layout.cuh
   [==[shared.last = 0;]==] [==[shared.last = 1;]==])
-kvhvd_mutation(arrivals_are_not_reset test_gpu_schedules waiting.cuh
+kvhvd_mutation(arrivals_are_not_reset test_gpu_schedules layout.cuh
   [==[if (shared.last != 0) store_relaxed(&own.arrived.value, 0);]==] "")
 kvhvd_mutation(meetings_have_one_number test_gpu_schedules direct.cuh
   [==[store_relaxed(&own.launches.value, launches + 1)]==] [==[store_relaxed(&own.launches.value, launches)]==])
@@ -55,16 +55,16 @@ kvhvd_mutation(ring_cuts_an_empty_chunk test_gpu_schedules ring.cuh
   [==[const bool cut = vectors != 0 && ]==] [==[const bool cut = ]==])
 
 # ---- Stopping ----
-kvhvd_mutation(abort_is_not_looked_at test_gpu_stops waiting.cuh
+kvhvd_mutation(abort_is_not_looked_at test_gpu_stops layout.cuh
   [==[if (load_relaxed(world.abort) != 0) {]==] [==[if (world.abort == nullptr) {]==])
-kvhvd_mutation(no_time_limit test_gpu_stops waiting.cuh
+kvhvd_mutation(no_time_limit test_gpu_stops layout.cuh
   [==[now - began > launch.timeout_ns]==] [==[now < began]==])
-kvhvd_mutation(stops_alone test_gpu_stops waiting.cuh
+kvhvd_mutation(stops_alone test_gpu_stops layout.cuh
   [==[if (rank != world.rank) store_relaxed(&world.control[rank]->stop.value, word);]==] "")
-kvhvd_mutation(stops_without_a_status test_gpu_stops waiting.cuh
+kvhvd_mutation(stops_without_a_status test_gpu_stops layout.cuh
   [==[    store_relaxed(world.status, before);
 ]==] "")
-kvhvd_mutation(waits_before_all_flags test_gpu_stops waiting.cuh
+kvhvd_mutation(waits_before_all_flags test_gpu_stops layout.cuh
   [==[    store_release(&world.control[rank]->met[world.rank].value, number);
   }]==]
   [==[    store_release(&world.control[rank]->met[world.rank].value, number);
@@ -76,9 +76,9 @@ kvhvd_mutation(filled_relaxed test_gpu_order ring.cuh
   [==[store_release(&world_.control[next]->filled]==] [==[store_relaxed(&world_.control[next]->filled]==])
 kvhvd_mutation(freed_relaxed test_gpu_order ring.cuh
   [==[store_release(&world_.control[previous]->freed]==] [==[store_relaxed(&world_.control[previous]->freed]==])
-kvhvd_mutation(met_relaxed test_gpu_order waiting.cuh
+kvhvd_mutation(met_relaxed test_gpu_order layout.cuh
   [==[store_release(&world.control[rank]->met]==] [==[store_relaxed(&world.control[rank]->met]==])
-kvhvd_mutation(wait_relaxed test_gpu_order waiting.cuh
+kvhvd_mutation(wait_relaxed test_gpu_order layout.cuh
   [==[load_acquire(&counter.value)]==] [==[load_relaxed(&counter.value)]==])
 kvhvd_mutation(arrival_relaxed test_gpu_order host/platform.hpp
   [==[__atomic_fetch_add(to, value, __ATOMIC_ACQ_REL)]==] [==[__atomic_fetch_add(to, value, __ATOMIC_RELAXED)]==])

@@ -1,4 +1,4 @@
-// Ranks of one process that run the kernels on a machine of native/cuda/host, and what their arrays must hold then.
+// Ranks of one process that run the kernels on a machine of host/, and what their arrays must hold then.
 #pragma once
 
 #include <cstdint>
