@@ -3,7 +3,7 @@
     python benchmarks/tune.py -np 2
     python benchmarks/tune.py -np 2 --only one_shot direct_chunk
 
-For each threshold of the engine (native/shm/thresholds.hpp says what they mean) the ranks join one
+For each threshold of the engine (native/shm/world.hpp says what they mean) the ranks join one
 world for each value that is tried, in the same processes, and time allreduces (or broadcasts) of the sizes that the
 threshold is about; the values take turns, in a new order in each repetition. A value is judged by the geometric mean
 over the sizes of its medians, relative to the present one's. It replaces the present one when it is faster by more

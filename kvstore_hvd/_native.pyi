@@ -67,6 +67,7 @@ class Segment:
         has_core_for_each: bool | None = None,
         host: int = 0,
         hosts: Sequence[Sequence[int]] = (),
+        processes: Sequence[tuple[str, int]] = (),
     ) -> Segment:
         """Fresh memory for `size` workers, each with an arena of up to `arena_bytes` (none if 0).
 
@@ -87,8 +88,9 @@ class Segment:
             The system has no memory left for it.
         ValueError
             As `thresholds`.
-        host, hosts
-            Of a world on several hosts: this one's index, and each one's ranks; `size` counts the ranks of this host.
+        host, hosts, processes
+            Of a world on several hosts: this one's index, each one's ranks, and by rank host name and process id for
+            messages; `size` counts the ranks of this host.
         """
 
     @staticmethod
@@ -106,8 +108,6 @@ class Segment:
     @property
     def fd(self) -> int:
         """The file descriptor; it belongs to this object."""
-    def introduce(self, rank: int, pid: int, host: str) -> None:
-        """Tells messages who a rank of another host is."""
 
 class Arena:
     """Memory of one worker for arrays that the others sum in place; arrays in it keep it alive."""

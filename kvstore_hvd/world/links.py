@@ -60,8 +60,6 @@ def start_link(world: World, segment: native.Segment) -> None:
     topology = world.topology
     if topology.host_count == 1:
         return
-    for rank, (host, pid) in enumerate(zip(topology.hosts, topology.pids)):
-        segment.introduce(rank, pid, host)
     transport = _mpi_transport(world) if world.communicator is not None else native.tcp_transport(connect_hosts(world))
     link = native.Link(
         segment,

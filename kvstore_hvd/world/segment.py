@@ -144,6 +144,7 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
                     cores.suffice([*workers, *workers[:1]] if is_over_hosts else workers),
                     list(hosts).index(topology.host),
                     list(hosts.values()) if is_over_hosts else (),
+                    list(zip(topology.hosts, topology.pids)) if is_over_hosts else (),
                 )
             )
             # The link's thread serves all workers of the host; this worker may be bound to a core.

@@ -1,36 +1,16 @@
-#include <pybind11/stl.h>
-
 #include <array>
 #include <iterator>
-#include <optional>
 #include <tuple>
 
-#include "base/blocking.hpp"
-#include "base/process.hpp"
-#include "base/running_time.hpp"
 #include "bindings/bind.hpp"
-#include "bindings/errors.hpp"
-#include "bindings/names.hpp"
-#include "bindings/records.hpp"
 #include "engine/engine.hpp"
 #include "shm/liveness.hpp"
-
-namespace py = pybind11;
 
 namespace kvstore_hvd {
 namespace {
 
 // Of all ranks together. So little is over before the GIL could be given up and taken back.
 constexpr std::size_t kQuickBytes = 256 << 10;
-
-using Address = std::uintptr_t;
-
-template <class Pointer>
-std::vector<Pointer> pointers(const std::vector<Address>& addresses) {
-  std::vector<Pointer> result;
-  for (const Address address : addresses) result.push_back(reinterpret_cast<Pointer>(address));
-  return result;
-}
 
 // A field of a request, by its name in Python.
 struct Field {
@@ -50,13 +30,15 @@ void set_text(Request& request, const py::handle& value) {
 
 constexpr Field kFields[] = {
     {"collective",
-     [](Request& r, const py::handle& value) { r.collective = collective_of(value.cast<std::string>()); }},
+     [](Request& r, const py::handle& value) {
+       r.collective = value_of<Collective>(value.cast<std::string>(), kCollectives, "collective");
+     }},
     {"name", set_field<&Request::name>},
     {"label", set_text<&Request::label>},
     {"inputs",
-     [](Request& r, const py::handle& value) { r.inputs = pointers<const void*>(value.cast<std::vector<Address>>()); }},
+     [](Request& r, const py::handle& value) { r.inputs = cast_all<const void*>(value.cast<std::vector<Address>>()); }},
     {"outputs",
-     [](Request& r, const py::handle& value) { r.outputs = pointers<void*>(value.cast<std::vector<Address>>()); }},
+     [](Request& r, const py::handle& value) { r.outputs = cast_all<void*>(value.cast<std::vector<Address>>()); }},
     {"shape",
      [](Request& r, const py::handle& value) {
        r.shape = value.cast<std::vector<std::int64_t>>();
@@ -167,25 +149,23 @@ void delete_without_gil(Engine* engine) {
   delete engine;
 }
 
-// Waits without the GIL. A signal's exception (Ctrl-C) ends the world first: the arrays may be freed as soon as it
-// leaves this function, and the engine must not write into them any more.
+// A signal's exception (Ctrl-C) ends the world first: the arrays may be freed as soon as it leaves this function, and
+// the engine must not write into them any more. `work`: what the caller waits for, or null.
+[[noreturn]] void interrupt(Engine& engine, Work* work) {
+  py::error_already_set interruption;
+  without_gil([&] {
+    engine.abort(engine.process(engine.rank()).text + " was interrupted");
+    if (work != nullptr) engine.wait(*work);
+  });
+  throw interruption;
+}
+
 void wait(Engine& engine, Work& work, bool done = false) {
   while (!done) {
-    {
-      const py::gil_scoped_release release;
-      done = engine.wait(work, kSignalCheck);
-    }
-    if (!done && PyErr_CheckSignals() != 0) {
-      py::error_already_set interruption;
-      {
-        const py::gil_scoped_release release;
-        engine.abort(engine.process(engine.rank()).text + " was interrupted");
-        engine.wait(work);
-      }
-      throw interruption;
-    }
+    done = without_gil([&] { return engine.wait(work, kSignalCheck); });
+    if (!done && PyErr_CheckSignals() != 0) interrupt(engine, &work);
   }
-  if (!work.status().ok()) raise(work.status());
+  check(work.status());
 }
 
 // Keeps the GIL until something waits: another thread of this rank, or another rank, may be stopped with a lock.
@@ -199,24 +179,13 @@ class GilUntilBlocked final : public BlockingObserver {
   std::optional<py::gil_scoped_release> released_;
 };
 
-// Until nothing of this rank is pending, or the time is over; returns whether nothing is. A signal's exception ends the
-// world as above.
+// Until nothing of this rank is pending, or the time is over; returns whether nothing is.
 bool wait_for_all(Engine& engine, double limit_s) {
-  Patience patience(std::chrono::nanoseconds(static_cast<std::int64_t>(limit_s * 1e9)));
+  Patience patience(nanoseconds(limit_s));
   bool done = false;
   while (!done && !patience.is_over()) {
-    {
-      const py::gil_scoped_release release;
-      done = engine.wait_for_all(kSignalCheck);
-    }
-    if (!done && PyErr_CheckSignals() != 0) {
-      py::error_already_set interruption;
-      {
-        const py::gil_scoped_release release;
-        engine.abort(engine.process(engine.rank()).text + " was interrupted");
-      }
-      throw interruption;
-    }
+    done = without_gil([&] { return engine.wait_for_all(kSignalCheck); });
+    if (!done && PyErr_CheckSignals() != 0) interrupt(engine, nullptr);
   }
   return done;
 }
@@ -282,44 +251,10 @@ py::object prepare(std::shared_ptr<Engine> engine, std::shared_ptr<Request> requ
   return py::reinterpret_steal<py::object>(PyCFunction_New(&definition, prepared.ptr()));
 }
 
-const char* name_of(Algorithm algorithm) {
-  switch (algorithm) {
-    case Algorithm::kFail:
-      return "failed";
-    case Algorithm::kOneShot:
-      return "one-shot";
-    case Algorithm::kTwoShot:
-      return "two-shot";
-    case Algorithm::kBroadcast:
-      return "broadcast";
-    case Algorithm::kDirect:
-      return "direct";
-    case Algorithm::kInline:
-      return "inline";
-    case Algorithm::kExchange:
-      return "exchange";
-    case Algorithm::kReduceScatter:
-      return "reducescatter";
-    case Algorithm::kDevice:
-      return "device";
-    case Algorithm::kLinkSum:
-      return "link-sum";
-    case Algorithm::kLinkBroadcast:
-      return "link-broadcast";
-    case Algorithm::kLinkExchange:
-      return "link-exchange";
-  }
-  return "";
-}
-
 double seconds(std::chrono::nanoseconds duration) { return std::chrono::duration<double>(duration).count(); }
 
 py::object report(const Engine& engine) {
-  EngineStatistics all;
-  {
-    const py::gil_scoped_release release;
-    all = engine.report();
-  }
+  const EngineStatistics all = without_gil([&] { return engine.report(); });
   const py::object statistics = record("Statistics"), make_times = record("Times");
   const auto times = [&](const Times& of) {
     return make_times(seconds(of.queued), seconds(of.reducing), seconds(of.exposed));
@@ -332,32 +267,25 @@ py::object report(const Engine& engine) {
   return record("EngineStatistics")(names, all.rounds.count, seconds(all.rounds.exposed), seconds(all.rounds.reducing));
 }
 
-std::int64_t nanoseconds(std::chrono::steady_clock::time_point time) {
-  return std::chrono::nanoseconds(time.time_since_epoch()).count();
-}
+std::int64_t clock_of(Clock::time_point time) { return std::chrono::nanoseconds(time.time_since_epoch()).count(); }
 
 // What was recorded, and how many events were lost.
 py::tuple take_timeline(Engine& engine) {
-  TimelineEvents taken;
-  {
-    const py::gil_scoped_release release;
-    taken = engine.take_timeline();
-  }
+  const TimelineEvents taken = without_gil([&] { return engine.take_timeline(); });
   const py::object event = record("TimelineEvent");
   py::list events(taken.events.size());
   for (std::size_t i = 0; i < taken.events.size(); ++i) {
     const TimelineEvent& one = taken.events[i];
-    events[i] = event(one.name, one.label, kvstore_hvd::name_of(one.collective), name_of(one.algorithm),
-                      kvstore_hvd::name_of(one.dtype), kvstore_hvd::name_of(one.op), one.failed, one.round, one.bytes,
-                      nanoseconds(one.submitted), nanoseconds(one.since), nanoseconds(one.scheduled),
-                      nanoseconds(one.completed), one.on_link.arrived - one.on_link.sent);
+    events[i] = event(one.name, one.label, name_of(one.collective), name_of(one.algorithm), name_of(one.dtype),
+                      name_of(one.op), one.failed, one.round, one.bytes, clock_of(one.submitted), clock_of(one.since),
+                      clock_of(one.scheduled), clock_of(one.completed), one.on_link.arrived - one.on_link.sent);
   }
   return py::make_tuple(events, taken.lost);
 }
 
 // As the two below with the GIL: nothing of it waits, and a thread that gives it up may not get it back at exit.
 py::object waiting(const Engine& engine, double age_s) {
-  const auto all = engine.waiting(std::chrono::nanoseconds(static_cast<std::int64_t>(age_s * 1e9)));
+  const auto all = engine.waiting(nanoseconds(age_s));
   if (!all) return py::none();
   const py::object make = record("Waiting");
   py::list result;
@@ -377,29 +305,17 @@ py::object missed(const Engine& engine, std::size_t most, bool described) {
     py::object what = py::none();
     if (one.announced) {
       const Announced& told = *one.announced;
-      what = announced(kvstore_hvd::name_of(told.collective), kvstore_hvd::name_of(told.dtype),
-                       kvstore_hvd::name_of(told.op), told.prescale, told.postscale, told.as_half, told.group,
-                       told.count, py::tuple(py::cast(told.shape)));
+      what = announced(name_of(told.collective), name_of(told.dtype), name_of(told.op), told.prescale, told.postscale,
+                       told.as_half, told.group, told.count, py::tuple(py::cast(told.shape)));
     }
     result.append(make(one.name, one.operation, what));
   }
   return result;
 }
 
-template <class Pointer>
-std::vector<Address> addresses(const std::vector<Pointer>& pointers) {
-  std::vector<Address> result;
-  for (const Pointer pointer : pointers) result.push_back(reinterpret_cast<Address>(pointer));
-  return result;
-}
-
 // Number, collective, operations; None where there is no batch.
 py::object take_batch(Engine& engine, double limit_s) {
-  std::optional<DeviceBatch> batch;
-  {
-    const py::gil_scoped_release release;
-    batch = engine.take_batch(std::chrono::nanoseconds(static_cast<std::int64_t>(limit_s * 1e9)));
-  }
+  const auto batch = without_gil([&] { return engine.take_batch(nanoseconds(limit_s)); });
   if (!batch) return py::none();
   const Reduction& how = batch->reduction;
   const py::object make = record("DeviceOperation");
@@ -407,17 +323,16 @@ py::object take_batch(Engine& engine, double limit_s) {
   for (const DeviceOperation& one : batch->operations) {
     py::list parts;
     for (const Part& part : one.parts) parts.append(py::make_tuple(part.rank, part.from, part.bytes, part.to));
-    operations.append(make(one.name, one.label, addresses(one.inputs), addresses(one.outputs), one.count,
-                           one.contributed, parts, kvstore_hvd::name_of(how.dtype), kvstore_hvd::name_of(how.op),
-                           how.prescale, how.postscale, how.as_half, batch->root));
+    operations.append(make(one.name, one.label, cast_all<Address>(one.inputs), cast_all<Address>(one.outputs),
+                           one.count, one.contributed, parts, name_of(how.dtype), name_of(how.op), how.prescale,
+                           how.postscale, how.as_half, batch->root));
   }
-  return py::make_tuple(batch->number, kvstore_hvd::name_of(batch->collective), operations);
+  return py::make_tuple(batch->number, name_of(batch->collective), operations);
 }
 
 bool end_batch(Engine& engine, std::uint64_t number, const py::object& error) {
   const Status status = error.is_none() ? Status() : loss_by(error);
-  const py::gil_scoped_release release;
-  return engine.end_batch(number, status);
+  return without_gil([&] { return engine.end_batch(number, status); });
 }
 
 py::tuple process(const Engine& engine, int rank) {
@@ -446,12 +361,9 @@ void bind_engine(py::module_& module) {
   py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine", "The engine of one rank.")
       .def(py::init([](std::shared_ptr<Segment> segment, int rank, double timeout_s, bool watch_peers,
                        const py::str& host, bool waits_for_busy, std::shared_ptr<Activity> activity) {
-             EngineOptions options;
-             options.timeout = std::chrono::nanoseconds(static_cast<std::int64_t>(timeout_s * 1e9));
-             options.watch_peers = watch_peers;
-             options.host = text_of(host);
-             options.waits_for_busy = waits_for_busy;
-             if (activity) options.activity = std::move(activity);
+             if (!activity) activity = std::make_shared<Activity>();
+             EngineOptions options{nanoseconds(timeout_s), waits_for_busy, std::move(activity), watch_peers,
+                                   text_of(host)};
              if (rank < 0 || rank >= segment->size()) throw py::value_error("no such rank in the segment");
              const py::gil_scoped_release release;  // it waits for the other ranks
              return std::shared_ptr<Engine>(new Engine(std::move(segment), rank, std::move(options)),
@@ -459,13 +371,13 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("segment"), py::arg("rank"), py::arg("timeout_s"), py::arg("watch_peers") = true,
            py::arg("host") = "", py::arg("waits_for_busy") = false, py::arg("activity") = nullptr)
-      .def("protect", &Engine::protect, py::arg("arena"), py::call_guard<py::gil_scoped_release>())
+      .def("protect", &Engine::protect, py::arg("arena"), WithoutGil())
       .def_property_readonly("rank", &Engine::rank)
       .def_property_readonly("size", &Engine::size)
       .def_property_readonly("bytes_in_place", &Engine::bytes_in_place)
       .def(
           "submit", [](Engine& engine, std::shared_ptr<Request> request) { return engine.submit(std::move(request)); },
-          py::arg("request"), py::call_guard<py::gil_scoped_release>())
+          py::arg("request"), WithoutGil())
       .def(
           "run",
           [](Engine& engine, const std::shared_ptr<Request>& request) {
@@ -480,17 +392,13 @@ void bind_engine(py::module_& module) {
       .def("wait_for_all", &wait_for_all, py::arg("limit_s"))
       .def(
           "abort",
-          [](Engine& engine, const py::str& text) {
-            const std::string fact = text_of(text);
-            const py::gil_scoped_release release;
-            engine.abort(fact);
-          },
+          [](Engine& engine, const py::str& text) { without_gil([&, fact = text_of(text)] { engine.abort(fact); }); },
           py::arg("text"))
-      .def("is_met", &Engine::is_met, py::arg("work"), py::call_guard<py::gil_scoped_release>())
+      .def("is_met", &Engine::is_met, py::arg("work"), WithoutGil())
       .def("health", [](const Engine& engine) { return exception_of(engine.health()); })
       .def("report", &report)
-      .def("start_timeline", &Engine::start_timeline, py::arg("capacity"), py::call_guard<py::gil_scoped_release>())
-      .def("stop_timeline", &Engine::stop_timeline, py::call_guard<py::gil_scoped_release>())
+      .def("start_timeline", &Engine::start_timeline, py::arg("capacity"), WithoutGil())
+      .def("stop_timeline", &Engine::stop_timeline, WithoutGil())
       .def("take_timeline", &take_timeline)
       .def("waiting", &waiting, py::arg("age_s"))
       .def("missed", &missed, py::arg("most"), py::arg("described") = false)
@@ -507,9 +415,7 @@ void bind_engine(py::module_& module) {
       .def(
           "shutdown",
           [](Engine& engine, const py::str& reason) {
-            const std::string why = text_of(reason);
-            const py::gil_scoped_release release;
-            return engine.shutdown(why);
+            return without_gil([&, why = text_of(reason)] { return engine.shutdown(why); });
           },
           py::arg("reason") = "");
 }

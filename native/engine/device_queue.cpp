@@ -1,6 +1,6 @@
 #include "engine/device_queue.hpp"
 
-#include <utility>
+#include <algorithm>
 
 #include "shm/segment.hpp"
 
@@ -10,7 +10,8 @@ void DeviceQueue::put(DeviceBatch batch) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     batch.number = next_++;
-    for (const DeviceOperation& operation : batch.operations) held_.insert(operation.slot);
+    std::vector<std::uint32_t>& slots = slots_[batch.number];
+    for (const DeviceOperation& operation : batch.operations) slots.push_back(operation.slot);
     waiting_.push_back(std::move(batch));
   }
   changed_.notify_all();
@@ -28,7 +29,10 @@ std::optional<std::uint32_t> DeviceQueue::take_finished() {
 
 bool DeviceQueue::holds(std::uint32_t slot) const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return held_.count(slot) != 0 && !is_late();
+  const auto has = [slot](const auto& batch) {
+    return std::find(batch.second.begin(), batch.second.end(), slot) != batch.second.end();
+  };
+  return !is_late() && std::any_of(slots_.begin(), slots_.end(), has);
 }
 
 void DeviceQueue::give_up(std::chrono::nanoseconds limit) {
@@ -37,9 +41,7 @@ void DeviceQueue::give_up(std::chrono::nanoseconds limit) {
     if (is_given_up_) return;
     is_given_up_ = true;
     patience_.emplace(limit);
-    for (const DeviceBatch& batch : waiting_) {
-      for (const DeviceOperation& operation : batch.operations) held_.erase(operation.slot);
-    }
+    for (const DeviceBatch& batch : waiting_) slots_.erase(batch.number);
     waiting_.clear();
   }
   changed_.notify_all();
@@ -83,12 +85,10 @@ std::optional<DeviceBatch> DeviceQueue::take(std::chrono::nanoseconds limit) {
   // sees this batch, or this rank sees that the world is lost.
   own.batches_begun.fetch_add(1, std::memory_order_seq_cst);
   if (world_.failure.is_set()) {
-    for (const DeviceOperation& operation : batch.operations) held_.erase(operation.slot);
+    slots_.erase(batch.number);
     own.batches_ended.fetch_add(1, std::memory_order_release);  // as in done()
     return std::nullopt;
   }
-  std::vector<std::uint32_t>& slots = taken_[batch.number];
-  for (const DeviceOperation& operation : batch.operations) slots.push_back(operation.slot);
   // There may be room for the next one now. Sequentially consistent, as is the count above: either whoever is woken for
   // a new tensor sees the room, or this rank sees the tensor.
   if (world_.ready_on_device.count.load(std::memory_order_seq_cst) != 0) ring_all(world_);
@@ -97,15 +97,13 @@ std::optional<DeviceBatch> DeviceQueue::take(std::chrono::nanoseconds limit) {
 
 bool DeviceQueue::done(std::uint64_t number) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = taken_.find(number);
-  if (found == taken_.end()) return false;
-  for (const std::uint32_t slot : found->second) {
-    held_.erase(slot);
-    // Once the world is lost it failed, whatever the device made of it: the others may not have it.
-    if (!is_given_up_) finished_.push_back(slot);
-  }
+  const auto found = slots_.find(number);
+  const bool is_waiting = !waiting_.empty() && number >= waiting_.front().number;  // batches are taken in order
+  if (found == slots_.end() || is_waiting) return false;
+  // Once the world is lost they failed, whatever the device made of them: the others may not have them.
+  if (!is_given_up_) finished_.insert(finished_.end(), found->second.begin(), found->second.end());
   finished_count_.store(finished_.size(), std::memory_order_relaxed);
-  taken_.erase(found);
+  slots_.erase(found);
   // Release: whatever the device has read was read before whoever sees the count.
   world_.rank(rank_).batches_ended.fetch_add(1, std::memory_order_release);
   return true;

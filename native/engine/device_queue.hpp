@@ -1,27 +1,17 @@
-// Operations on the arrays of devices, on their way from the schedule to the thread that carries them out.
+// Operations on the arrays of devices, between the schedule and the device thread.
 //
-// The ranks agree on them like on any other: names, order, and what is carried out together as one batch. The bytes are
-// not the engine's: this process's device thread takes the batches in that order, hands them to the device, and says
-// when each is done. An operation stays pending until then, also when the world is lost: the device may still write.
+// The ranks agree on names, order and batches as on any other operation. The device thread of the process takes the
+// batches in that order, hands them to the device, and ends each. An operation stays pending until then, also when the
+// world is lost: the device may still write.
 #pragma once
 
-#include <atomic>
-#include <chrono>
 #include <condition_variable>
-#include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <functional>
 #include <map>
 #include <mutex>
-#include <optional>
-#include <string>
-#include <unordered_set>
-#include <vector>
 
-#include "base/running_time.hpp"
 #include "request/request.hpp"
-#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 
@@ -52,32 +42,30 @@ class DeviceQueue {
 
   void put(DeviceBatch batch);
 
-  // A slot whose operation is done. Asked at every step of the pipeline: takes no lock where there is none.
+  // A slot whose operation is done. Called at every step of the pipeline: takes no lock where there is none.
   std::optional<std::uint32_t> take_finished();
-  // Relaxed: only whether to look, and whoever adds one rings the bell afterwards.
+  // Relaxed: a hint; the bell is rung after one was added.
   bool has_finished() const { return finished_count_.load(std::memory_order_relaxed) != 0; }
 
   // Whether the device may still read or write the arrays of this slot's operation.
   bool holds(std::uint32_t slot) const;
 
-  // The world is lost: what the device thread has not taken, it will not get, and what it has taken it shall end. After
-  // `limit` that is taken for done: a thread that does not answer cannot keep everybody waiting.
+  // The world is lost: drops the batches that are not taken. Those that are count as done after `limit`, in case the
+  // device thread does not end them.
   void give_up(std::chrono::nanoseconds limit);
 
-  // Whether the devices of the other ranks are through with all in which this rank's memory has a part: only then may
-  // it be given back. A batch that is done here may still be under way there. `is_dead` tells of ranks whose processes
-  // are gone, and with them what their devices do.
+  // Whether the devices of the other ranks are through with this rank's memory, so that it may be released. A batch
+  // that is done here may still be under way there. `is_dead`: whether a rank's process is gone.
   bool others_are_through(const std::function<bool(int)>& is_dead) const;
 
-  // Nobody will ask for batches any more.
-  void close();
+  void close();  // take() returns nothing from now on
 
   // ---- The device thread's side.
 
   // The next batch, as soon as there is one. Nothing after `limit`, and once the queue is given up or closed.
   std::optional<DeviceBatch> take(std::chrono::nanoseconds limit);
 
-  // What was taken is over: the device does not touch the arrays any more. Returns false for one that is not out.
+  // The device does not touch the batch's arrays any more. Returns false for one that was not taken.
   bool done(std::uint64_t number);
 
  private:
@@ -89,8 +77,7 @@ class DeviceQueue {
   std::condition_variable changed_;
   std::uint64_t next_ = 0;
   std::deque<DeviceBatch> waiting_;
-  std::map<std::uint64_t, std::vector<std::uint32_t>> taken_;  // the slots of each
-  std::unordered_set<std::uint32_t> held_;
+  std::map<std::uint64_t, std::vector<std::uint32_t>> slots_;  // of each batch that is waiting or taken
   std::deque<std::uint32_t> finished_;
   std::atomic<std::size_t> finished_count_{0};  // written under mutex_
   bool is_given_up_ = false, is_closed_ = false;

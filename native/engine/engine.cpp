@@ -3,16 +3,8 @@
 #include <algorithm>
 #include <condition_variable>
 #include <thread>
-#include <utility>
 
-#include "base/process.hpp"
-#include "base/running_time.hpp"
-#include "engine/engine_state.hpp"
-#include "engine/lingering.hpp"
 #include "engine/progress.hpp"
-#include "engine/watcher.hpp"
-#include "request/messages.hpp"
-#include "shm/describe.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -24,6 +16,27 @@ constexpr std::chrono::microseconds kBriefly{5};
 constexpr std::chrono::seconds kDevicesLeave{2};
 
 }  // namespace
+
+// Whether a submitting thread should stay until the other ranks have come, see submit_and_linger. Any thread. Relaxed,
+// everywhere: hints that nothing depends on.
+class Lingering {
+ public:
+  // Whether the others are likely to come in a moment, as they did the last times; tried anew now and then.
+  bool is_promising() {
+    if (credit_.load(std::memory_order_relaxed) > 0) return true;
+    return refusals_.fetch_add(1, std::memory_order_relaxed) % kRetry == 0;
+  }
+  void ended(bool done) {
+    credit_.store(done ? kCredit : credit_.load(std::memory_order_relaxed) - 1, std::memory_order_relaxed);
+  }
+
+ private:
+  static constexpr int kCredit = 4;      // failures in a row after which it is given up
+  static constexpr unsigned kRetry = 8;  // how many requests then go by before it is tried again
+
+  std::atomic<int> credit_{kCredit};
+  std::atomic<unsigned> refusals_{0};
+};
 
 // What an engine has for as long as it is in its world.
 struct Engine::Inner : EngineState {
@@ -46,8 +59,7 @@ struct Engine::Inner : EngineState {
 };
 
 // A call into the world, of which there is none once it is left, and in a forked child. The last one out of a world
-// that was left gives back what it held: memory, descriptors, and the threads' stacks, however long the Engine itself
-// is kept.
+// that was left gives back memory, descriptors, and the threads' stacks, however long the Engine itself is kept.
 class Engine::Visit {
  public:
   explicit Visit(const Engine& engine) : engine_(engine), inside_(!engine.forked() && engine.gate_.enter()) {}
@@ -70,7 +82,7 @@ Engine::Engine(std::shared_ptr<Segment> segment, int rank, EngineOptions options
       size_(segment->world().size),
       local_rank_(rank),
       owner_(process_id()),
-      speaker_(describe_speaker(segment->world(), rank)),
+      error_prefix_(kvstore_hvd::error_prefix(segment->world(), rank)),
       inner_(std::make_unique<Inner>(std::move(segment), rank, std::move(options))) {}
 
 Engine::~Engine() {
@@ -89,17 +101,24 @@ std::shared_ptr<Segment> Engine::segment() const {
   return in ? in->segment : nullptr;
 }
 
-void Engine::protect(std::shared_ptr<Arena> arena) {
+// Outside of the world nothing is called, and an empty result is returned.
+template <class Call>
+auto Engine::with_lock(const Call& call) const {
   const Visit in(*this);
-  if (!in) return;
+  using Result = decltype(call(*in.operator->()));
+  if (!in) return Result();
   const Lock lock = in->locked();
-  in->arena = std::move(arena);
+  return call(*in.operator->());
+}
+
+void Engine::protect(std::shared_ptr<Arena> arena) {
+  with_lock([&](Inner& in) { in.arena = std::move(arena); });
 }
 
 // ---- Submitting ----
 
 Status Engine::why_outside(const Request& request) const {
-  return forked() ? Messages::forked() : Messages::left(speaker_ + describe_operation(request) + ": ");
+  return forked() ? Messages::forked() : Messages::left(error_prefix_ + describe_operation(request) + ": ");
 }
 
 std::shared_ptr<Work> Engine::refuse(std::shared_ptr<const Request> request) const {
@@ -169,7 +188,7 @@ void Engine::Inner::submit(const std::shared_ptr<Work>& work, bool caller_waits)
   }
   work->bell_before = own().bell.value();
   const Pending::Added added = pending.add(work, caller_waits);
-  progress.added(lock, *work, added, caller_waits);
+  progress.on_submitted(lock, *work, added, caller_waits);
 }
 
 // ---- Waiting. Whoever leaves completes all works first, so outside there is nothing to wait for. ----
@@ -247,24 +266,15 @@ std::uint64_t Engine::bytes_in_place() const {
 }
 
 EngineStatistics Engine::report() const {
-  const Visit in(*this);
-  if (!in) return {};
-  const Lock lock = in->locked();
-  return in->pending.report();
+  return with_lock([](Inner& in) { return in.pending.report(); });
 }
 
 void Engine::start_timeline(std::size_t capacity) {
-  const Visit in(*this);
-  if (!in) return;
-  const Lock lock = in->locked();
-  in->pending.start_timeline(capacity);
+  with_lock([=](Inner& in) { in.pending.start_timeline(capacity); });
 }
 
 void Engine::stop_timeline() {
-  const Visit in(*this);
-  if (!in) return;
-  const Lock lock = in->locked();
-  in->pending.timeline().stop();
+  with_lock([](Inner& in) { in.pending.timeline().stop(); });
 }
 
 TimelineEvents Engine::take_timeline() {
@@ -297,12 +307,12 @@ std::optional<std::vector<Missed>> Engine::missed(std::size_t most, bool describ
 Engine::Process Engine::process(int rank) const {
   const Visit in(*this);
   if (!in) return {};
-  const World::Home home = in->world.home(rank);
-  if (home.host != in->world.host) return {0, describe_member(in->world, rank)};
-  const RankState& state = in->world.rank(home.rank);
+  const Member& member = in->world.member(rank);
+  if (member.host != in->world.host) return {0, describe_member(in->world, rank)};
+  const RankState& state = in->world.rank(member.local_rank);
   // Acquire: the process id was written before.
   const bool joined = state.presence.load(std::memory_order_acquire) != Presence::kAbsent;
-  return {joined ? state.pid : 0, describe_rank(in->world, home.rank)};
+  return {joined ? state.pid : 0, describe_rank(in->world, member.local_rank)};
 }
 
 std::pair<std::uint64_t, std::size_t> Engine::counts() const {

@@ -4,27 +4,11 @@
 
 #include <sys/types.h>
 
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
-#include <memory>
 #include <mutex>
-#include <optional>
-#include <string>
-#include <utility>
-#include <vector>
 
-#include "base/gate.hpp"
-#include "base/status.hpp"
 #include "engine/device_queue.hpp"
-#include "engine/engine_options.hpp"
-#include "report/stall.hpp"
-#include "report/statistics.hpp"
-#include "report/timeline.hpp"
-#include "request/request.hpp"
-#include "request/work.hpp"
+#include "engine/pending.hpp"
 #include "shm/arena.hpp"
-#include "shm/segment.hpp"
 
 namespace kvstore_hvd {
 
@@ -34,17 +18,14 @@ class Engine {
   Engine(std::shared_ptr<Segment> segment, int rank, EngineOptions options);
   // shutdown() if it was not called.
   ~Engine();
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
 
-  // In the world, on all its hosts; and among the ranks of this host.
-  int rank() const { return rank_; }
+  int rank() const { return rank_; }  // in the world, on all its hosts
   int size() const { return size_; }
   int local_rank() const { return local_rank_; }
   // Null once the world is left.
   std::shared_ptr<Segment> segment() const;
-  // How what this rank says begins, see describe_speaker(); in a forked child, too.
-  const std::string& speaker() const { return speaker_; }
+  // As error_prefix() of shm/world.hpp; in a forked child, too.
+  const std::string& error_prefix() const { return error_prefix_; }
 
   // Never sleeps for another rank. When this rank is the last, and the request is small or all arrays lie in arenas, it
   // may take about 0.2 ms to carry the request out. A request that is wrong, or submitted after a failure, is completed
@@ -52,13 +33,13 @@ class Engine {
   std::shared_ptr<Work> submit(std::shared_ptr<const Request> request);
   std::shared_ptr<Work> submit(Request request) { return submit(std::make_shared<Request>(std::move(request))); }
 
-  // Once the world is lost, other ranks cannot change what lies in this rank's arena: from before an operation that was
-  // pending is failed, so that its arrays can be used again. One that was stopped meanwhile may go on at any time.
+  // Once the world is lost, other ranks cannot change this rank's arena: from before a pending operation is failed, so
+  // that its arrays can be used again. (A rank that was stopped meanwhile may go on at any time.)
   void protect(std::shared_ptr<Arena> arena);
 
-  // Like submit, for a thread that may stay a little longer: where tensors of all ranks (of up to Thresholds::linger
-  // bytes) have lately come at the same time, it stays about 60 us, 120 at most, and completes the request itself if it
-  // can. That saves waking the communication thread, which takes about as long on some machines.
+  // Like submit, for a thread that may stay a little longer: where all ranks have lately submitted at the same time, it
+  // stays about 60 us, 120 at most, and completes the request itself if it can. That saves waking the communication
+  // thread: three times faster for small arrays, see benchmarks/results/waiting-parts.txt.
   std::shared_ptr<Work> submit_and_linger(std::shared_ptr<const Request> request);
   std::shared_ptr<Work> submit_and_linger(Request request) {
     return submit_and_linger(std::make_shared<Request>(std::move(request)));
@@ -70,8 +51,7 @@ class Engine {
   // The same for a few microseconds, without sleeping.
   bool wait_briefly(Work& work);
 
-  // Whether all ranks have submitted it, or it is over. Where missed() shows an operation that a rank submitted after
-  // this one, it is so.
+  // Whether all ranks have submitted it, or it is over. So it is where missed() shows a later operation of a rank.
   bool is_met(const Work& work) const;
   // Bounded by the engine's timeout.
   const Status& wait(Work& work);
@@ -79,74 +59,69 @@ class Engine {
   // Until nothing of this rank is pending, or `limit` has passed; returns whether nothing is.
   bool wait_for_all(std::chrono::nanoseconds limit);
 
-  // Like submit, for a caller that waits at once: the communication thread is left asleep, which is the fastest way.
+  // Like submit, for a caller that waits at once: fastest, as the communication thread is left asleep.
   std::shared_ptr<Work> submit_to_wait(std::shared_ptr<const Request> request);
-  // The same once more, after its request was submitted and is over. Nobody else may look at `work` any more.
+  // The same once more, after its request is over. Only the caller may use `work` then.
   void submit_to_wait(const std::shared_ptr<Work>& work);
   Status run(Request request) { return wait(*submit_to_wait(std::make_shared<Request>(std::move(request)))); }
 
   // Fails all pending and later requests of all ranks of the world with kTransport and this text.
   void abort(const std::string& text);
 
-  // For the device thread, see DeviceQueue: the next batch, or nothing after `limit`, when the world is lost or left.
-  // end_batch() says that the device does not touch the arrays any more; with a failure the world is lost. It returns
-  // false for what was not taken.
+  // For the device thread, see DeviceQueue: the next batch, or nothing after `limit`, when the world is lost or left;
+  // and its end: the device does not touch the arrays any more. A failure loses the world. False: it was not taken.
   std::optional<DeviceBatch> take_batch(std::chrono::nanoseconds limit);
   bool end_batch(std::uint64_t number, const Status& status = Status());
 
   // The latched failure of the world, or ok.
   Status health() const;
 
-  // Bytes of this rank's arrays that were reduced where they lie: those in its arena, if they are
-  // small or those of all ranks are in arenas.
+  // Bytes of this rank's arrays that were reduced in its arena, in place.
   std::uint64_t bytes_in_place() const;
 
-  // What this rank has measured of its operations, as Pending::report(); empty in a forked child.
+  // As Pending::report(); empty in a forked child.
   EngineStatistics report() const;
 
-  // Records this rank's operations, see Timeline, and ends a round. take_timeline() hands out what has completed since
-  // the last call, also after the shutdown. Nothing of it does anything in a forked child.
+  // Records this rank's operations, see Timeline, and ends a round. take_timeline() returns the events since the last
+  // call, also after the shutdown. No effect in a forked child.
   void start_timeline(std::size_t capacity);
   void stop_timeline();
   TimelineEvents take_timeline();
 
-  // The requests of this rank that have been announced for at least `age`, and whom they wait for. Never waits: nothing
-  // when another thread of this rank is inside the engine, where a rank that was stopped with a lock can hold it up.
-  // Empty once the world has failed, and in a forked child.
+  // The requests of this rank that have been announced for at least `age`, and the ranks they wait for. Never waits:
+  // nothing when another thread of this rank has the mutex, where a stopped rank can hold it up. Empty once the world
+  // has failed, and in a forked child.
   std::optional<std::vector<Waiting>> waiting(std::chrono::nanoseconds age) const;
 
-  // Operations that others have announced and this rank has not, up to `most`; as waiting(). For `described` see
-  // TensorTable.
+  // Operations that others have announced and this rank has not; as waiting(). See TensorTable::missed().
   std::optional<std::vector<Missed>> missed(std::size_t most, bool described = false) const;
 
-  // The process of a rank, and how errors name it: "rank 2 (node1, pid 8123)". 0 when it has not joined, or is on
-  // another host.
+  // A rank's process (0: it has not joined, or is on another host), and its name: "rank 2 (node1, pid 8123)".
   struct Process {
     int pid = 0;
     std::string text;
   };
   Process process(int rank) const;
 
-  // How many requests of this rank are over, and how many are not. Without a lock.
+  // Requests of this rank that are over, and that are not. Without a lock.
   std::pair<std::uint64_t, std::size_t> counts() const;
 
-  // Where the program of this process is, for the errors of all ranks, and which threads are in calls of MXNet.
+  // See Activity::set_line.
   void tell_line(std::string line, const std::vector<Activity::Caller>& callers);
 
-  // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then tells the others
-  // that this rank left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and
-  // the others read the reason. Idempotent. Returns false when the devices of other ranks may still use this one's
-  // memory, for which it waits two seconds.
+  // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then marks it as
+  // left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and the others read
+  // the reason. Idempotent. Returns false when devices of other ranks may use this one's memory after two seconds.
   //
-  // Afterwards this engine holds nothing of the world, as soon as the last other call has returned. Requests fail with
-  // kShutdown, health() and bytes_in_place() are what they were, the timeline can be taken, and all else is empty.
+  // Afterwards, as soon as the last other call has returned, this engine holds nothing of the world. Requests fail with
+  // kShutdown, health() and bytes_in_place() stay, the timeline can be taken, and all else is empty.
   bool shutdown(const std::string& reason = "");
 
  private:
   struct Inner;
   class Visit;
 
-  // What can still be asked for when the world is left.
+  // Kept when the world is left.
   struct Remains {
     Status health;
     std::uint64_t bytes_in_place = 0;
@@ -154,13 +129,15 @@ class Engine {
     TimelineEvents timeline;
   };
 
+  template <class Call>
+  auto with_lock(const Call& call) const;
   bool forked() const;
   Status why_outside(const Request& request) const;
   std::shared_ptr<Work> refuse(std::shared_ptr<const Request> request) const;
 
   const int rank_, size_, local_rank_;
   const pid_t owner_;
-  const std::string speaker_;
+  const std::string error_prefix_;
   mutable Gate gate_;                     // of inner_
   mutable std::unique_ptr<Inner> inner_;  // gone when the gate is closed and nobody is inside
   std::mutex remains_mutex_;

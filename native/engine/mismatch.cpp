@@ -1,14 +1,10 @@
 // What to tell the user when ranks disagree about an operation.
-#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <functional>
 #include <map>
-#include <string>
-#include <vector>
 
 #include "engine/tensor_table.hpp"
-#include "shm/describe.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -71,7 +67,7 @@ const std::vector<Aspect>& aspects() {
       {"gradient compression", "call set_gradient_compression with the same type on every rank.",
        [](World&, const Signature& s) { return std::string(s.as_half != 0 ? "fp16" : "none"); }},
       {"root", "pass the same root on every rank.",
-       [](World& world, const Signature& s) { return std::to_string(world.rank_of_all(s.root)); }},
+       [](World& world, const Signature& s) { return std::to_string(world.member(s.root).rank_of_all); }},
       {"prescale", "pass the same prescale factor on every rank.",
        [](World&, const Signature& s) { return number(s.prescale); }},
       {"postscale", "pass the same postscale factor on every rank.",

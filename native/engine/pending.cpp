@@ -1,22 +1,16 @@
 #include "engine/pending.hpp"
 
-#include <algorithm>
 #include <cstdio>
-#include <utility>
 
 #include "engine/schedule.hpp"
-#include "shm/describe.hpp"
 #include "shm/liveness.hpp"
 
 namespace kvstore_hvd {
 namespace {
 
-// For the other hosts to tell which of their ranks are late.
+// Limit on waiting for the names of late ranks on other hosts.
 constexpr std::chrono::seconds kUntilTold{10};
-// Operations are looked at from this part of the timeout on.
-constexpr int kLooks = 8;
-
-using Clock = std::chrono::steady_clock;
+constexpr int kLooks = 8;  // operations are examined from this part of the timeout on
 
 std::string seconds(std::chrono::nanoseconds duration) {
   char text[32];
@@ -25,16 +19,6 @@ std::string seconds(std::chrono::nanoseconds duration) {
 }
 
 }  // namespace
-
-Pending::Pending(World& world, Alarm& alarm, const Messages& messages, const Standstills& standstills)
-    : world_(world),
-      alarm_(alarm),
-      messages_(messages),
-      standstills_(standstills),
-      rank_(alarm.rank()),
-      parties_(world.parties),
-      table_(world, alarm),
-      in_flight_(kSlots) {}
 
 Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
   Name& name = names_[work->request().name];
@@ -51,16 +35,13 @@ Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
 
 Pending::Ready Pending::start(Name& name, bool watched) {
   if (world_.failure.is_set()) return Ready::kNot;
-  try {
-    if (const auto ready = announce(name, watched)) return *ready;
-    waiting_for_slot_.push_back(name.queue.front()->request().name);
-  } catch (const WorldLost&) {
-  }
+  if (const auto ready = announce(name, watched)) return *ready;
+  waiting_for_slot_.push_back(name.queue.front()->request().name);
   return Ready::kNot;
 }
 
-// Returns nothing, and has done nothing, when the table has no slot to give.
-std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) {
+// Returns nothing, and has no effect, when the table has no free slot.
+std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) try {
   Work& work = *name.queue.front();
   for (;;) {
     if (name.slot.slot == kNoSlot) {
@@ -68,8 +49,7 @@ std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) {
       if (!found) return std::nullopt;
       name.slot = *found;
     }
-    // While this rank has an operation on the slot, the slot does not change hands; so if it has, there is none of this
-    // rank's in flight that the write below could replace.
+    // A slot with an operation of this rank does not change hands: the write below replaces none.
     if (!table_.is_current(name.slot)) {
       name.slot = SlotHandle{};
       continue;
@@ -81,8 +61,6 @@ std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) {
         name.slot = SlotHandle{};
         continue;
       case TensorTable::Outcome::kWaiting:
-        check_left(name.slot.slot, work.request());
-        return Ready::kNot;
       case TensorTable::Outcome::kHere:
         check_left(name.slot.slot, work.request());
         return Ready::kNot;
@@ -96,6 +74,8 @@ std::optional<Pending::Ready> Pending::announce(Name& name, bool watched) {
         return Ready::kDone;
     }
   }
+} catch (const WorldLost&) {
+  return Ready::kNot;
 }
 
 bool Pending::is_announced(const Name& name) const {
@@ -107,7 +87,7 @@ bool Pending::is_met(const Work& work) {
   if (work.done()) return true;
   const auto found = names_.find(work.request().name);
   const auto is_it = [&work](const std::shared_ptr<Work>& one) { return one.get() == &work; };
-  // Whoever completes it takes it out of its queue a moment before it is done.
+  // A completed work leaves its queue a moment before it is done.
   if (found == names_.end() || std::none_of(found->second.queue.begin(), found->second.queue.end(), is_it)) return true;
   if (!is_announced(found->second) || !is_it(found->second.queue.front())) return false;
   const std::uint32_t slot = found->second.slot.slot;
@@ -175,9 +155,9 @@ Pending::CarriedOut Pending::carried_out() {
   for (const auto& [text, name] : names_) {
     if (!is_announced(name)) continue;
     const Work& work = *name.queue.front();
-    if (InlineReduction::is_done(world_, rank_, name.slot.slot)) {
+    if (is_done_inline(world_, rank_, name.slot.slot)) {
       found.slots.push_back(name.slot.slot);
-    } else if (work.scheduled == Clock::time_point() && InlineReduction::may_carry_out(world_, work.request())) {
+    } else if (work.scheduled == Clock::time_point() && may_reduce_inline(world_, work.request())) {
       int missing = 0;
       for (int r = 0; r < parties_; ++r) missing += !table_.announced_by(name.slot.slot, r);
       if (missing == 0) found.may_come = true;
@@ -207,13 +187,9 @@ std::deque<std::shared_ptr<Work>> Pending::take_all(const std::function<bool(std
 void Pending::retry_slots() {
   while (!waiting_for_slot_.empty() && !world_.failure.is_set()) {
     const auto found = names_.find(waiting_for_slot_.front());
-    try {
-      const auto ready = announce(found->second);
-      if (!ready) return;
-      tell_progress(found->second, *ready);
-    } catch (const WorldLost&) {
-      return;
-    }
+    const auto ready = announce(found->second);
+    if (!ready) return;
+    tell_progress(found->second, *ready);
     waiting_for_slot_.pop_front();
   }
 }
@@ -231,7 +207,7 @@ void Pending::check_left(std::uint32_t slot, const Request& request) {
   for (int r = 0; r < parties_; ++r) {
     const bool gone = world_.rank(r).presence.load(std::memory_order_acquire) == Presence::kLeft;
     if (!gone || r == rank_ || table_.announced_by(slot, r)) continue;
-    return alarm_.raise(ErrorCode::kPeerLost, Messages::left_early(describe_rank(world_, r), alarm_.name_of(rank_),
+    return alarm_.raise(ErrorCode::kPeerLost, Messages::left_early(describe_rank(world_, r), rank_name(world_, rank_),
                                                                    describe_operation(request)));
   }
 }
@@ -267,16 +243,16 @@ Pending::Overdue Pending::overdue(const EngineOptions& options, const std::funct
     }
     const Blamed blamed = blamed_for(name.slot.slot);
     for (const int rank : blamed.ranks) look_whether_stopped(rank, stopped_before, now);
-    // The last rank may have announced it long after the others, together with much else.
+    // The last rank may have announced it long after the others.
     if (options.waits_for_busy && blamed.announced_by_all) {
       if (work.met == Clock::time_point()) work.met = now;
       waited_for = waited(work.met, now);
     }
-    // A device has the same time from when it began, and then says whose device it waits for.
+    // A device has the same time again, and then says whose device it waits for.
     const auto limit = held(name.slot.slot) ? 2 * options.timeout : options.timeout;
     if (waited_for < limit) continue;
     has_slots = true;
-    // A program that has submitted an operation may compute before it waits for it.
+    // A program may compute between submitting an operation and waiting for it.
     const bool waits =
         stays_in_mxnet || is_patient(text) || std::any_of(name.queue.begin(), name.queue.end(), is_waited_for);
     const std::uint32_t chain = chain_of(blamed.ranks, now, options.timeout) + (waits ? 1 : 0);
@@ -305,12 +281,12 @@ void Pending::look_whether_stopped(int rank, const StoppedSince& before, Clock::
 }
 
 bool Pending::is_stopped(int rank) const {
-  const World::Home home = world_.home(rank);
-  if (home.host == world_.host) return Liveness::is_stopped(world_, home.rank);
-  return world_.doing(rank).waits.load(std::memory_order_relaxed) == kStopped;  // Relaxed: looked at again and again
+  const Member& member = world_.member(rank);
+  if (member.host == world_.host) return Liveness::is_stopped(world_, member.local_rank);
+  return member.doing.waits.load(std::memory_order_relaxed) == kStopped;  // Relaxed: looked at again and again
 }
 
-// The longest chain that begins with one of the ranks. A stop counts that has lasted for as long as the looks at it.
+// The longest chain that begins with one of the ranks. A stop counts once seen for the examined part of the timeout.
 std::uint32_t Pending::chain_of(const std::vector<int>& ranks, Clock::time_point now,
                                 std::chrono::nanoseconds timeout) const {
   std::uint32_t longest = 0;
@@ -318,7 +294,7 @@ std::uint32_t Pending::chain_of(const std::vector<int>& ranks, Clock::time_point
     const auto stopped = stopped_since_.find(rank);
     const bool is_seen = stopped != stopped_since_.end() && stopped->second;
     if (is_seen && waited(*stopped->second, now) >= timeout - timeout / kLooks) return kStopped;
-    const std::uint32_t waits = world_.doing(rank).waits.load(std::memory_order_relaxed);  // Relaxed: as above
+    const std::uint32_t waits = world_.member(rank).doing.waits.load(std::memory_order_relaxed);  // Relaxed: as above
     if (waits != kStopped) longest = std::max(longest, waits);
   }
   return longest;
@@ -328,9 +304,9 @@ EngineStatistics Pending::report() {
   rounds_.end(Clock::now());
   EngineStatistics all{{}, rounds_.statistics()};
   for (const auto& [text, name] : names_) {
-    if (name.statistics.operations > 0) all.names.push_back(NamedStatistics{text, name.statistics});
+    if (name.statistics.operations > 0) all.names.emplace_back(text, name.statistics);
   }
-  if (forgotten_.operations > 0) all.names.push_back(NamedStatistics{"", forgotten_});
+  if (forgotten_.operations > 0) all.names.emplace_back("", forgotten_);
   return all;
 }
 
@@ -352,7 +328,7 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
   text += "did not submit it";
   std::string fix;
   const auto tell = [this, &text](int rank, const std::string& what) {
-    text += ".\n  rank " + std::to_string(world_.rank_of_all(rank)) + " " + what;
+    text += ".\n  rank " + std::to_string(world_.member(rank).rank_of_all) + " " + what;
   };
   const std::string at = line.empty() ? "" : "at " + line;
   if (is_waited_for) {
@@ -363,7 +339,7 @@ std::string Pending::describe_timeout(const Name& name, std::chrono::nanoseconds
   constexpr std::size_t kShown = 3;
   for (std::size_t i = 0; i < std::min(blamed.ranks.size(), kShown); ++i) {
     const int rank = blamed.ranks[i];
-    const Doing& doing = world_.doing(rank);
+    const Doing& doing = world_.member(rank).doing;
     const std::string what = doing.text.read(), where = what.empty() ? "" : ", " + what;
     if (is_stopped(rank)) {
       tell(rank, "is stopped" + where);

@@ -1,48 +1,109 @@
-// The requests of one rank that are not over: queued under their names, the first of each name announced to the other
-// ranks.
+// The pending requests of one rank, queued under their names, the first of each name announced; and the engine's
+// options.
 #pragma once
 
-#include <atomic>
-#include <chrono>
-#include <cstddef>
-#include <cstdint>
+#include <algorithm>
 #include <deque>
 #include <functional>
 #include <map>
-#include <memory>
-#include <optional>
-#include <string>
+#include <mutex>
 #include <unordered_map>
-#include <vector>
 
-#include "base/running_time.hpp"
-#include "engine/engine_options.hpp"
 #include "engine/tensor_table.hpp"
-#include "report/stall.hpp"
-#include "report/statistics.hpp"
-#include "report/timeline.hpp"
-#include "request/messages.hpp"
-#include "request/work.hpp"
-#include "shm/alarm.hpp"
-#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 
-// One thread at a time, unless a member says otherwise. A lost world ends what is under way here silently: whoever
-// makes progress finds the failure and takes everything away.
+// What a process is doing, for the other ranks of each of its worlds. Any thread.
+class Activity {
+ public:
+  struct Wait {
+    std::uint32_t ranks = 0;  // see Doing::waits
+    std::string operation;
+  };
+
+  // A thread in a call of MXNet, and whether the call was under way at the last sample.
+  using Caller = std::pair<unsigned long, bool>;
+
+  // The line of the program, and the threads in calls of MXNet: sampled twice a second.
+  void set_line(std::string line, const std::vector<Caller>& callers) {
+    const auto now = Clock::now();
+    std::map<unsigned long, Clock::time_point> all;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    line_ = std::move(line);
+    told_ = now;
+    for (const auto& [thread, is_same] : callers) {
+      const auto before = callers_.find(thread);
+      all[thread] = is_same && before != callers_.end() ? before->second : now;
+    }
+    callers_ = std::move(all);
+  }
+  // The first sample of the longest call of MXNet under way, if any and if samples come: not while a thread keeps the
+  // GIL.
+  std::optional<Clock::time_point> in_mxnet_since(Clock::time_point now) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::optional<Clock::time_point> first;
+    if (now - told_ > kRecent) return first;
+    for (const auto& [thread, since] : callers_) first = std::min(first.value_or(since), since);
+    return first;
+  }
+  std::string line() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return line_;
+  }
+  // Sets how it waits in one of its worlds. Returns the longest wait in all of them, and a text.
+  std::pair<std::uint32_t, std::string> set_wait(const void* world, Wait wait) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waits_[world] = std::move(wait);
+    const auto less = [](const auto& a, const auto& b) { return a.second.ranks < b.second.ranks; };
+    const Wait& longest = std::max_element(waits_.begin(), waits_.end(), less)->second;
+    std::string text = line_.empty() ? "" : "at " + line_;
+    if (!longest.operation.empty()) text += (text.empty() ? "in " : ", in ") + longest.operation;
+    return {longest.ranks, std::move(text)};
+  }
+  void leave(const void* world) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    waits_.erase(world);
+  }
+
+ private:
+  static constexpr std::chrono::seconds kRecent{5};
+
+  std::mutex mutex_;
+  std::string line_;
+  Clock::time_point told_;
+  std::map<unsigned long, Clock::time_point> callers_;  // by thread: the first sample of its call
+  std::map<const void*, Wait> waits_;
+};
+
+struct EngineOptions {
+  // How long a request may wait for the other ranks, and a rank for another inside a collective.
+  std::chrono::nanoseconds timeout = std::chrono::minutes(10);
+  // Wait longer for ranks that neither are stopped nor wait for others themselves.
+  bool waits_for_busy = false;
+  // Shared by the engines of the process.
+  std::shared_ptr<Activity> activity = std::make_shared<Activity>();
+  // Watch the other ranks' processes; off when the ranks are threads of one process.
+  bool watch_peers = true;
+  // How messages name this machine.
+  std::string host;
+};
+
+// One thread at a time, unless a member says otherwise. A lost world ends calls here silently: the thread that makes
+// progress finds the failure and fails all requests.
 class Pending {
  public:
-  Pending(World& world, Alarm& alarm, const Messages& messages, const Standstills& standstills);
+  Pending(World& world, Alarm& alarm, const Messages& messages, const Standstills& standstills)
+      : world_(world), alarm_(alarm), messages_(messages), standstills_(standstills) {}
 
-  // Queues the request; it is announced once those under its name that came before are over. Says whether that made it
-  // ready, this rank being the last: kAlone when this rank can carry it out by itself, kDone when it has (its result
-  // can be taken). Every bell but this rank's own has been rung then.
+  // Queues the request; it is announced once those of its name before it are over. Returns whether that made it ready,
+  // this rank being the last: kAlone when this rank can carry it out by itself, kDone when it has (take_inline() is
+  // next). Every bell but this rank's own has been rung then.
   enum class Ready { kNot, kTogether, kAlone, kDone };
   struct Added {
     Ready ready = Ready::kNot;
     std::uint32_t slot = kNoSlot;  // unless it is not announced
   };
-  // `watched`: if it is announced now, a thread will watch its mark, see InlineReduction.
+  // `watched`: if it is announced now, a thread will watch its mark, see TensorTable.
   Added add(std::shared_ptr<Work> work, bool watched);
 
   // The request that this rank has in flight on a slot. For the thread that carries out the schedule, without a lock:
@@ -52,46 +113,41 @@ class Pending {
   // Whether the operation on `slot` is that of `work`, and not completed. Not once the world is lost.
   bool is_in_flight(std::uint32_t slot, const Work& work) const { return in_flight_[slot].work == &work; }
 
-  // Whether every rank has announced it. What TensorTable::missed() shows of a rank orders all that the rank announced
-  // before, or saw to be announced.
+  // Whether every rank has announced it, or it is over.
   bool is_met(const Work& work);
 
-  // The entry is part of the schedule, and nothing of it is done yet. As request_on().
+  // Notes times for reports: the entry is scheduled; all of it has arrived from other hosts. As request_on().
   void scheduled(const Entry& entry) const;
-  // Other hosts' part in it is done.
   void arrived(const Entry& entry, const World::OnLink& times) const;
 
-  // The operation on `slot` is over on this rank: hands out its work and how it ended, and goes on with the next of its
-  // name.
+  // The operation on `slot` is over on this rank: returns work and status, and announces the next of its name.
   struct Completed {
     std::shared_ptr<Work> work;
     Status status;
   };
-  Completed complete(std::uint32_t slot, std::chrono::steady_clock::time_point now);
+  Completed complete(std::uint32_t slot, Clock::time_point now);
 
-  // Once the world is lost: the slots of this rank's operations that other ranks have carried out, and whether there
-  // are others that one may be carrying out at this moment.
+  // Once the world is lost: the slots of this rank's operations that other ranks have reduced inline, and whether one
+  // may be doing so at this moment.
   struct CarriedOut {
     std::vector<std::uint32_t> slots;
     bool may_come = false;
   };
   CarriedOut carried_out();
 
-  // Hands out everything but what is `held`: operations in flight on those slots.
+  // Returns all works but those in flight on slots that are `held`, and forgets them.
   std::deque<std::shared_ptr<Work>> take_all(const std::function<bool(std::uint32_t)>& held);
 
-  // How many requests were added and not yet given to settle(). Any thread; acquire: what the settled ones have written
-  // is visible.
+  // Requests added and not yet settled. Any thread; acquire: what the settled ones have written is visible.
   std::size_t count() const { return count_.load(std::memory_order_acquire); }
   void settle() {
     settled_.store(settled_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);  // publishes nothing
     count_.fetch_sub(1, std::memory_order_release);                                           // Release: see count().
   }
-  // How many were. Any thread.
+  // Any thread.
   std::uint64_t settled() const { return settled_.load(std::memory_order_relaxed); }
 
-  // Announces what found no free slot. Slots also become free by the completions of other ranks, which nobody tells us
-  // about.
+  // Announces requests that found no free slot. Completions of other ranks free slots, too, without a notice.
   void retry_slots();
   bool waits_for_slots() const { return !waiting_for_slot_.empty(); }
 
@@ -101,8 +157,8 @@ class Pending {
   // Marks all requests as waited for.
   void wait_for_all();
 
-  // What has waited for longer than the timeout, in which this process has run; twice as long where a device has it:
-  // `held` tells that of the operation in flight on a slot. `fact`: what to fail the world with, empty: nothing.
+  // What has waited for longer than the timeout, while this process ran; twice as long where a device holds the
+  // operation of a slot (`held`). `fact`: what to fail the world with; empty: nothing.
   struct Overdue {
     Activity::Wait wait;
     std::string fact;
@@ -117,11 +173,10 @@ class Pending {
     return table_.missed(most, described);
   }
 
-  // Names: under the empty one what was measured under names that are forgotten (all but about kSlots, those that are
-  // not in use). Ends a round, see Rounds.
+  // By name; under the empty one that of forgotten names (beyond kSlots). Ends a round, see Rounds.
   EngineStatistics report();
 
-  // Has what is completed here, or taken away, recorded. Ends a round.
+  // Records operations from now on. Ends a round.
   void start_timeline(std::size_t capacity);
   Timeline& timeline() { return timeline_; }
 
@@ -134,9 +189,7 @@ class Pending {
   };
 
   Ready start(Name& name, bool watched = false);
-  std::chrono::nanoseconds waited(std::chrono::steady_clock::time_point since,
-                                  std::chrono::steady_clock::time_point now) const;
-  // What became ready is for the thread that makes progress.
+  std::chrono::nanoseconds waited(Clock::time_point since, Clock::time_point now) const;
   void tell_progress(const Name& name, Ready ready);
   std::optional<Ready> announce(Name& name, bool watched = false);
   bool is_announced(const Name& name) const;
@@ -144,11 +197,10 @@ class Pending {
   Blamed blamed_for(std::uint32_t slot);
   void add_late_elsewhere(std::uint32_t slot, std::vector<int>& late) const;
   // By rank: since when overdue() has seen it stopped, if it is.
-  using StoppedSince = std::map<int, std::optional<std::chrono::steady_clock::time_point>>;
-  void look_whether_stopped(int rank, const StoppedSince& before, std::chrono::steady_clock::time_point now);
+  using StoppedSince = std::map<int, std::optional<Clock::time_point>>;
+  void look_whether_stopped(int rank, const StoppedSince& before, Clock::time_point now);
   bool is_stopped(int rank) const;
-  std::uint32_t chain_of(const std::vector<int>& ranks, std::chrono::steady_clock::time_point now,
-                         std::chrono::nanoseconds timeout) const;
+  std::uint32_t chain_of(const std::vector<int>& ranks, Clock::time_point now, std::chrono::nanoseconds timeout) const;
   std::string describe_timeout(const Name& name, std::chrono::nanoseconds timeout, const Blamed& blamed,
                                bool is_waited_for, const std::string& line);
 
@@ -156,8 +208,8 @@ class Pending {
   Alarm& alarm_;
   const Messages& messages_;
   const Standstills& standstills_;
-  const int rank_, parties_;
-  TensorTable table_;
+  const int rank_ = alarm_.rank(), parties_ = world_.parties;
+  TensorTable table_{world_, alarm_};
   std::unordered_map<std::string, Name> names_;
   Statistics forgotten_;
   Rounds rounds_;
@@ -169,7 +221,7 @@ class Pending {
     Work* work = nullptr;
     Name* name = nullptr;
   };
-  std::vector<InFlight> in_flight_;
+  std::vector<InFlight> in_flight_ = std::vector<InFlight>(kSlots);
   std::atomic<std::size_t> count_{0};
   std::atomic<std::uint64_t> settled_{0};  // written by one thread at a time
 };

@@ -1,29 +1,18 @@
 #include "engine/pipeline.hpp"
 
 #include <cstring>
-#include <utility>
-
-#include "engine/inline_reduction.hpp"
-#include "reduce/reduce.hpp"
 
 namespace kvstore_hvd {
 
 Pipeline::Pipeline(World& world, Alarm& alarm, const Pending& pending, DeviceQueue& devices,
                    std::function<void(std::uint32_t)> finished)
-    : world_(world),
-      rank_(alarm.rank()),
-      schedule_(world, alarm),
-      pending_(pending),
-      devices_(devices),
-      finished_(std::move(finished)),
-      depth_(world.has_link() ? kLinkSlots : kStages),
-      chunk_(world, rank_, pending) {}
+    : alarm_(alarm), world_(world), pending_(pending), devices_(devices), finished_(std::move(finished)) {}
 
 bool Pipeline::advance(const WaitPolicy& policy) {
   policy_ = policy;
   if (const auto slot = world_.rank(rank_).inbox.get(taken_)) {
     ++taken_;
-    take(*slot);
+    take_inline_result(*slot);
     finished_(*slot);
     return true;
   }
@@ -58,7 +47,7 @@ bool Pipeline::advance(const WaitPolicy& policy) {
 }
 
 // What the link has sent was right when it was sent; nothing is sent any more.
-bool Pipeline::finish_arrived(const WaitPolicy& policy) {
+bool Pipeline::drain_arrived(const WaitPolicy& policy) {
   policy_ = policy;
   const auto next = static_cast<std::uint32_t>(fetched_);
   if (fetched_ == collected_ && schedule_.is_published(next) && schedule_.fetch(next, entry(fetched_))) {
@@ -78,17 +67,17 @@ bool Pipeline::finish_arrived(const WaitPolicy& policy) {
   return true;
 }
 
-void Pipeline::take(std::uint32_t slot) {
+void Pipeline::take_inline_result(std::uint32_t slot) {
   const Request& request = pending_.request_on(slot);
   // Before the caller learns that its operation is done, and may look.
-  if (InlineReduction::take(world_, rank_, slot, request)) {
+  if (take_inline(world_, rank_, slot, request)) {
     bytes_in_place_.fetch_add(bytes_of(request), std::memory_order_relaxed);
   }
 }
 
 const Steps& Pipeline::turn_to(std::uint64_t index) {
   const Entry& entry = this->entry(index);
-  chunk_.is(entry, index, policy_);
+  chunk_.begin(entry, index, policy_);
   return steps_of(entry.algorithm);
 }
 

@@ -1,17 +1,9 @@
 #include "engine/progress.hpp"
 
-#include <utility>
-
-#include "engine/inline_reduction.hpp"
-#include "shm/poll.hpp"
-
 namespace kvstore_hvd {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
-// For how long a submitting thread carries out what it made ready itself. It may be a thread that computes: longer, and
-// the computation behind it would be late.
+// Limit on the progress that a submitting thread makes: it may be a thread that computes.
 constexpr std::chrono::microseconds kInlineTime{200};
 
 }  // namespace
@@ -34,7 +26,7 @@ void Progress::stop() {
   communication_.join();
 }
 
-void Progress::added(Lock& lock, Work& work, const Pending::Added& added, bool caller_waits) {
+void Progress::on_submitted(Lock& lock, Work& work, const Pending::Added& added, bool caller_waits) {
   callers_progress_ = caller_waits;
   if (added.ready == Pending::Ready::kDone) {
     work.scheduled = work.submitted;
@@ -51,14 +43,14 @@ void Progress::added(Lock& lock, Work& work, const Pending::Added& added, bool c
     progressing = true;
   }
   if (wake_communication) parked_changed_.notify_one();
-  // Who makes progress may be asleep, and a caller that waits does so itself if no one does.
+  // The thread that makes progress may be asleep; a caller that waits makes progress itself if no other thread does.
   if (added.ready != Pending::Ready::kNot && (progressing || !caller_waits)) state_.own().bell.ring();
 }
 
-// Completes what was carried out inline, on the thread that learns of it. `lock` is that of the mutex, and given up.
+// Completes an operation that was reduced inline. `lock` is that of the mutex, and given up.
 void Progress::take(Lock& lock, std::uint32_t slot, Clock::time_point when) {
-  pipeline_.take(slot);
-  // It may be this that the thread that makes progress waits for.
+  pipeline_.take_inline_result(slot);
+  // The thread that makes progress may wait for this operation.
   if (finish(lock, state_.pending.complete(slot, when))) state_.own().bell.ring();
 }
 
@@ -68,24 +60,24 @@ bool Progress::wait(Work& work, std::chrono::nanoseconds limit, const WaitPolicy
   return progress_until([&] { return work.done(); }, limit, policy);
 }
 
-// Looks at the mark of the work's slot until another rank has carried it out, the bell rings, or the policy's time is
-// over; completes the work in the first case. Otherwise returns false: whoever makes progress will complete it, or has.
+// Polls the mark of the work's slot until another rank has reduced it inline, the bell rings, or the policy's time is
+// over; completes the work in the first case. Otherwise returns false: the thread that makes progress completes it.
 bool Progress::watch(Work& work, const WaitPolicy& policy) {
   const std::uint32_t slot = std::exchange(work.watched_slot, kNoSlot);
   World& world = state_.world;
   const Flag& bell = state_.own().bell;
-  poll(policy, [&] { return InlineReduction::is_done(world, state_.rank, slot) || bell.value() != work.bell_before; });
+  poll(policy, [&] { return is_done_inline(world, state_.rank, slot) || bell.value() != work.bell_before; });
   Lock lock = state_.locked();
-  // Once the world is lost, another thread may have failed the work already. And whoever makes progress completes what
-  // was scheduled: the mark may by now be that of the next operation on the slot.
+  // Once the world is lost, another thread may have failed the work already. If it was scheduled and completed, the
+  // mark may by now be that of the next operation on the slot.
   if (world.failure.is_set() || !state_.pending.is_in_flight(slot, work)) return false;
-  if (InlineReduction::give_up(world, state_.rank, slot)) return false;
+  if (stop_watching(world, state_.rank, slot)) return false;
   take(lock, slot, Clock::now());
   return true;
 }
 
-// Carries out what has just become ready, for about kInlineTime at most, and without going to sleep for a part that
-// another rank has claimed. Returns false when another thread is at it.
+// Makes progress for about kInlineTime at most, without sleeping for parts that other ranks have claimed. Returns false
+// when another thread makes progress.
 bool Progress::progress_inline(const Work& work) {
   {
     const Lock lock = state_.locked();
@@ -127,7 +119,7 @@ bool Progress::progress(const WaitPolicy& policy) noexcept {
   return false;
 }
 
-// With the mutex held. What is left goes on without this thread.
+// With the mutex held.
 void Progress::stop_progressing() {
   progressing_ = false;
   if (waiters_ > 0) changed_.notify_all();
@@ -140,8 +132,7 @@ void Progress::stop_progressing() {
   }
 }
 
-// The communication thread: listens to the bell, and makes progress when no other thread does. When it finds
-// another one at it, it parks, so that the bell then wakes one thread only.
+// The communication thread.
 void Progress::communicate() {
   request_short_slice();
   Flag& bell = state_.own().bell;
@@ -149,8 +140,6 @@ void Progress::communicate() {
     const std::uint32_t seen = bell.value();
     {
       Lock lock = state_.locked();
-      // After a failure there is nothing to listen for; and as long as callers make the progress, the bell shall not
-      // wake this thread as well.
       if (progressing_ || state_.world.failure.is_set() || (callers_progress_ && is_idle())) {
         parked_ = true;
         unpark_ = false;
@@ -177,8 +166,8 @@ void Progress::complete(std::uint32_t slot) {
   finish(lock, state_.pending.complete(slot, Clock::now()));
 }
 
-// The only way in which a pending operation ends. `lock` is that of the mutex, and given up: whoever is told that the
-// operation is over is told without it. Returns whether a thread makes progress.
+// Ends a pending operation: the only way. `lock` is that of the mutex, and given up, before on_done is called. Returns
+// whether a thread makes progress.
 bool Progress::finish(Lock& lock, Pending::Completed over) {
   if (over.work->request().on_done) lock.unlock();
   over.work->finish(std::move(over.status));
@@ -198,11 +187,10 @@ void Progress::check_left() {
   state_.pending.check_left();
 }
 
-// The world is lost; once. Whoever lost it may have done so right after an operation that is complete for it, and so
-// has to be for this rank.
+// The world is lost; once. An operation that is complete on the rank that lost it has to complete on this rank.
 void Progress::finish_what_is_done(const WaitPolicy& policy) {
   try {
-    while (pipeline_.finish(policy)) {
+    while (pipeline_.drain(policy)) {
     }
   } catch (const WorldLost&) {
   }
@@ -214,18 +202,18 @@ void Progress::finish_what_is_done(const WaitPolicy& policy) {
       found = state_.pending.carried_out();
     }
     for (const std::uint32_t slot : found.slots) {
-      pipeline_.take(slot);
+      pipeline_.take_inline_result(slot);
       complete(slot);
     }
-    // Whoever carries it out tells one rank after the other, and may have told the one that lost the world.
+    // The rank that reduces inline tells one rank after the other.
     if (!found.may_come || patience.is_over()) return;
     about_to_block();
     std::this_thread::sleep_for(kLook);
   }
 }
 
-// The world is lost. Other ranks can only write to arrays of operations that are pending here, which nobody uses before
-// they are failed; and from now on none of them is completed, whatever the others say: their results might be missing.
+// The world is lost. Other ranks can only write to arrays of operations that are pending here, which are not used
+// before they fail. From now on none of them completes, whatever the others say: their results might be missing.
 void Progress::protect_arena() {
   std::shared_ptr<Arena> arena;
   {
@@ -235,7 +223,7 @@ void Progress::protect_arena() {
   if (arena != nullptr && !arena->isolate()) state_.messages.tell_that_arrays_stay_shared();
 }
 
-// The world is lost, or this rank leaves: nothing that is pending will happen.
+// The world is lost, or this rank leaves.
 void Progress::fail_pending() {
   Lock lock = state_.locked();
   const auto lost = state_.pending.take_all([this](std::uint32_t slot) { return state_.devices.holds(slot); });
@@ -247,6 +235,96 @@ void Progress::fail_pending() {
     EngineState::acquire(lock);
     finish(lock, {work, std::move(status)});
   }
+}
+
+Watcher::Watcher(EngineState& state, Progress& progress)
+    : state_(state),
+      progress_(progress),
+      liveness_(state.world, state.rank, state.options.host, state.options.watch_peers),
+      dead_(static_cast<std::size_t>(state.world.ranks)) {
+  thread_ = std::thread([this] { watch(); });
+}
+
+void Watcher::stop() {
+  if (!thread_.joinable()) return;
+  stopping_.store(true, std::memory_order_relaxed);  // Relaxed: interrupt() ends the sleep soon enough.
+  liveness_.interrupt();
+  thread_.join();
+  state_.options.activity->leave(&state_.world);
+}
+
+void Watcher::watch() {
+  while (!stopping_.load(std::memory_order_relaxed)) {  // as above
+    const bool busy = !progress_.is_idle();
+    if (const auto death = liveness_.poll(busy ? kBusyTick : kIdleTick)) {
+      dead_[static_cast<std::size_t>(death->rank)].store(true, std::memory_order_relaxed);
+      state_.alarm.raise(ErrorCode::kPeerLost, describe_rank(state_.world, death->rank) + " " + death->how);
+    }
+    if (state_.world.has_link()) look_after_link();
+    state_.standstills.look();
+    const bool looks = busy && !state_.world.failure.is_set();
+    if (looks) look_after_pending();
+    if (!looks) tell({});
+    if (state_.world.failure.is_set()) {
+      progress_.progress_until([this] { return progress_.is_idle(); }, kBusyTick, state_.policy);
+    }
+  }
+}
+
+// The link may stand still in MPI, which need not return once a peer of its own is gone.
+void Watcher::look_after_link() {
+  World& world = state_.world;
+  // Relaxed, both: looked at again and again.
+  const std::uint32_t steps = world.link_steps.load(std::memory_order_relaxed);
+  const std::chrono::nanoseconds silence(world.link_silence_ns.load(std::memory_order_relaxed));
+  if (silence.count() == 0) return;  // there is no link yet
+  if (!link_patience_ || steps != link_steps_) link_patience_.emplace(silence);
+  link_steps_ = steps;
+  if (!link_patience_->is_over()) return;
+  std::string fact = "the link of this host, a thread of " + describe_rank(world, 0) + ", has stood still for " +
+                     std::to_string(std::chrono::duration_cast<std::chrono::seconds>(silence).count()) + " s";
+  if (Liveness::is_stopped(world, 0)) fact += ": that process is stopped";
+  state_.alarm.raise(ErrorCode::kPeerLost, fact);
+}
+
+void Watcher::look_after_pending() {
+  Pending::Overdue overdue;
+  {
+    // Whoever has the lock may wait in a critical section for a rank that has just died there, and this thread is the
+    // one that would notice: it tries again at the next tick.
+    const Lock lock(state_.mutex, std::try_to_lock);
+    if (!lock.owns_lock()) return;
+    Pending& pending = state_.pending;
+    pending.check_left();
+    const auto held = [this](std::uint32_t slot) { return state_.devices.holds(slot); };
+    overdue = pending.overdue(state_.options, held);
+    // Not here: the lock of the table may be that of a rank that has just died.
+    if (pending.waits_for_slots()) progress_.retry_slots();
+  }
+  tell(std::move(overdue.wait));
+  std::string& fact = overdue.fact;
+  if (fact.empty()) return;
+  const std::size_t end = std::min(fact.find("\n  Fix: "), fact.size());
+  std::string stopped;
+  // Whom this rank waits for may itself wait for one that is stopped.
+  for (const int r : liveness_.stopped()) {
+    if (fact.find(rank_name(state_.world, r) + " is stopped") != std::string::npos) continue;
+    const std::string whole = describe_rank(state_.world, r);  // host and process are told once
+    const bool is_told = fact.find(whole) != std::string::npos;
+    stopped += ".\n  " + (is_told ? rank_name(state_.world, r) : whole) + " is stopped";
+  }
+  if (!stopped.empty()) fact.replace(end, std::string::npos, stopped);
+  state_.alarm.raise(ErrorCode::kTimeout, fact);
+}
+
+// What this rank does, to the others of this world.
+void Watcher::tell(Activity::Wait wait) {
+  auto [ranks, text] = state_.options.activity->set_wait(&state_.world, std::move(wait));
+  Doing& doing = state_.world.member(state_.own().rank_of_world).doing;
+  doing.waits.store(ranks, std::memory_order_relaxed);  // looked at again and again
+  if (text == told_) return;
+  doing.text.write(text);
+  told_ = std::move(text);
 }
 
 }  // namespace kvstore_hvd

@@ -3,10 +3,6 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
-#include <utility>
-#include <vector>
-
-#include "shm/describe.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -17,18 +13,18 @@ constexpr std::uint64_t pack(std::uint32_t version, std::uint16_t operations, st
 }
 constexpr std::uint32_t version_of(std::uint64_t state) { return static_cast<std::uint32_t>(state >> 32); }
 constexpr std::uint16_t operations_of(std::uint64_t state) { return static_cast<std::uint16_t>(state >> 16); }
-constexpr std::uint64_t kKnownEarly = 1 << 15;
-constexpr std::uint16_t announced_of(std::uint64_t state) { return state & (kKnownEarly - 1); }
+constexpr std::uint64_t kAnnouncedEarly = 1 << 15;
+constexpr std::uint16_t announced_of(std::uint64_t state) { return state & (kAnnouncedEarly - 1); }
 constexpr bool is_under_way(std::uint64_t state) { return static_cast<std::uint16_t>(state) != 0; }
-static_assert(kMaxRanks < kKnownEarly);
+static_assert(kMaxRanks < kAnnouncedEarly);
 
 // By the rank itself, the only one to write it. Release: what it announces was written before, see missed().
 void add(std::atomic<std::uint32_t>& count, int change) {
   count.store(count.load(std::memory_order_relaxed) + static_cast<std::uint32_t>(change), std::memory_order_release);
 }
 
-// FNV-1a, 64 bits (Fowler, Noll, Vo). Finds buckets, where names are then compared byte by byte, and compares
-// signatures: those that differ in one byte never collide, others with a chance of about 2^-64.
+// FNV-1a, 64 bits (Fowler, Noll, Vo). Of names, which are also compared byte by byte, and of signatures: those that
+// differ in one byte never collide, others with a chance of about 2^-64.
 std::uint64_t hash_bytes(const void* data, std::size_t bytes) {
   std::uint64_t hash = 14695981039346656037ULL;
   for (const auto* byte = static_cast<const unsigned char*>(data); bytes > 0; ++byte, --bytes) {
@@ -103,7 +99,7 @@ std::optional<SlotHandle> TensorTable::find(std::string_view name, bool waits) {
 }
 
 std::optional<std::uint32_t> TensorTable::take_slot() {
-  // Relaxed, both: written under the lock. Where missed() reads it, a slot that nobody has announced yet is all zeros.
+  // Relaxed, both: written under the lock. missed() may read a slot that was never announced: all zeros.
   const std::uint32_t used = world_.slots_used.load(std::memory_order_relaxed);
   if (used < kSlots) {
     world_.slots_used.store(used + 1, std::memory_order_relaxed);
@@ -113,12 +109,11 @@ std::optional<std::uint32_t> TensorTable::take_slot() {
     const std::uint32_t candidate = world_.clock_hand;
     world_.clock_hand = (world_.clock_hand + 1) % kSlots;
     Slot& slot = world_.slots[candidate];
-    // Acquire, both: a rank counts an announcement before it goes into `state`, so those that `state` knows of are seen
-    // to be under way; and what a completed operation read of the slot was read before it changes hands.
+    // Acquire, both: a rank counts an announcement in its mark before it goes into `state`, so those in `state` are
+    // seen to be under way; and a completed operation has read the slot before it changes hands.
     std::uint64_t state = slot.state.load(std::memory_order_acquire);
     if (is_under_way(state) || is_busy(candidate)) continue;
-    // Fails when anything was announced since, even if it is complete: the operations count (modulo 2^16, which is far
-    // more than happens between here and there).
+    // Fails when an operation was announced since, even if it is complete: `state` counts operations, modulo 2^16.
     const std::uint64_t taken = pack(version_of(state) + 1, 0, 0);
     if (!slot.state.compare_exchange_strong(state, taken, std::memory_order_acq_rel)) continue;
     unlink(candidate);
@@ -165,7 +160,7 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
   }
   own.place = place_of(request);
   own.weight = request.weight;
-  inline_.stage(handle.slot, request, watched);
+  stage_inline(handle.slot, request, watched);
   add(own.announced, 1);
 
   // Acquire: that the slot is still this name's says that nobody else reads what was written above.
@@ -197,17 +192,17 @@ std::uint64_t TensorTable::place_of(const Request& request) const {
   const auto array = reinterpret_cast<std::uintptr_t>(request.outputs[0]);
   const auto arena = reinterpret_cast<std::uintptr_t>(world_.arena(rank_));
   const std::uint64_t bytes = request.count * size_of(request.dtype);
-  const bool inside =
-      array >= arena && array - arena <= world_.arena_bytes && bytes <= world_.arena_bytes - (array - arena);
+  const bool inside = array >= arena && array - arena <= world_.layout.arena_bytes &&
+                      bytes <= world_.layout.arena_bytes - (array - arena);
   return inside ? array - arena : kNoPlace;
 }
 
 TensorTable::Outcome TensorTable::decide(std::uint32_t index, const Request& request) {
   Slot& slot = world_.slots[index];
-  // That of the operation before, before anybody learns that this one is done; otherwise the line stays in all caches.
+  // The error of the operation before; written only if needed, so that the line stays in all caches.
   if (slot.error != 0) slot.error = 0;
   const bool same = all_announced_the_same(index);
-  if (same && inline_.carry_out(index, request)) return Outcome::kDone;
+  if (same && reduce_inline(index, request)) return Outcome::kDone;
   slot.weights = world_.weights(index);
   agree(index);
   if (!same) {
@@ -252,15 +247,16 @@ void TensorTable::agree_over_hosts(std::uint32_t index, double weights) {
   agree(index);
 }
 
-void TensorTable::announce_for_others(std::uint32_t slot) {
+void TensorTable::close_operation(std::uint32_t slot) {
   Mark& own = world_.mark(slot, world_.ranks);
   std::atomic<std::uint64_t>& state = world_.slots[slot].state;
   // Relaxed: nobody else writes to it while all ranks have announced. Release: publishes what was agreed.
   const std::uint64_t now = state.load(std::memory_order_relaxed);
-  if ((now & kKnownEarly) == 0) add(own.announced, 1);
+  if ((now & kAnnouncedEarly) == 0) add(own.announced, 1);
   add(own.completed, 1);  // the link looks at the slot no more than the ranks do
   std::atomic<std::uint64_t>* const late = world_.late(slot);
-  for (std::uint64_t i = 0; i < world_.late_words; ++i) late[i].store(0, std::memory_order_relaxed);  // for messages
+  for (std::uint64_t i = 0; i < world_.layout.late_words; ++i)
+    late[i].store(0, std::memory_order_relaxed);  // for messages
   state.store(pack(version_of(now), operations_of(now) + 1, 0), std::memory_order_release);
 }
 
@@ -273,11 +269,11 @@ std::optional<std::uint32_t> TensorTable::announce_early(std::string_view name, 
     std::uint64_t state = shared.load(std::memory_order_acquire);  // Acquire, and all else, as in announce().
     if (version_of(state) != found->version) continue;
     if (announced_of(state) == world_.ranks) return std::nullopt;
-    if ((state & kKnownEarly) != 0) return found->slot;
+    if ((state & kAnnouncedEarly) != 0) return found->slot;
     world_.announcement(found->slot, world_.ranks) = announcement;
     add(own.announced, 1);
     while (version_of(state) == found->version && announced_of(state) < world_.ranks) {
-      if (shared.compare_exchange_weak(state, state | kKnownEarly, std::memory_order_acq_rel)) return found->slot;
+      if (shared.compare_exchange_weak(state, state | kAnnouncedEarly, std::memory_order_acq_rel)) return found->slot;
     }
     add(own.announced, -1);
   }
@@ -293,7 +289,7 @@ bool TensorTable::announced_by(std::uint32_t slot, int other) {
   // Relaxed: for error messages, for ranks that left, where `presence` orders it, and for Pending::is_met().
   const auto announced = [&](int r) {
     const Mark& mark = world_.mark(slot, r);
-    // What the link announces early, not all ranks elsewhere have announced.
+    // The link's `announced` counts early ones, which not all ranks elsewhere have announced.
     return (r == world_.ranks ? mark.completed : mark.announced).load(std::memory_order_relaxed);
   };
   return static_cast<std::int32_t>(announced(other) - announced(rank_)) >= 0;
@@ -302,7 +298,7 @@ bool TensorTable::announced_by(std::uint32_t slot, int other) {
 int TensorTable::rank_ahead(std::uint32_t slot) const {
   // Acquire: missed() describes what that rank has announced.
   const auto announced = [&](int r) { return world_.mark(slot, r).announced.load(std::memory_order_acquire); };
-  // The link may have announced one early, which it tells of as long as ranks here have not.
+  // The link's `announced` counts early ones.
   const Mark& mark = world_.mark(slot, rank_);
   const std::uint32_t own = (rank_ == world_.ranks ? mark.completed : mark.announced).load(std::memory_order_relaxed);
   for (int r = 0; r < world_.parties; ++r) {
@@ -343,7 +339,7 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
     places.push_back(slot);
   }
   if (found.empty()) return found;
-  // Names are read under the lock: it is held for a short copy only, and not at all where nobody is late.
+  // Names are read under the lock, which is held for a short copy only.
   const SharedLockGuard guard(world_.table_lock, rank_, std::try_to_lock);
   if (!guard.owns_lock()) return std::nullopt;
   std::size_t kept = 0;
@@ -355,7 +351,7 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
     if (is_patient(name_in(slot))) continue;
     Missed one{std::string(name_in(slot)), found[i].operation, places[i]};
     if (described) {
-      // It stays as it is until this rank announces, too.
+      // The announcement stays until this rank announces, too.
       const int rank = rank_ahead(places[i]);
       if (rank < 0) continue;
       one.announced = announced(places[i], rank);
@@ -364,6 +360,70 @@ std::optional<std::vector<Missed>> TensorTable::missed(std::size_t most, bool de
   }
   found.resize(kept);
   return found;
+}
+
+void TensorTable::stage_inline(std::uint32_t slot, const Request& request, bool watched) {
+  // Relaxed: published with the announcement.
+  world_.mark(slot, rank_).watch.store(watched ? Mark::kWatched : Mark::kInbox, std::memory_order_relaxed);
+  const std::size_t bytes = bytes_of(request);
+  const bool carried = request.collective == Collective::kAllreduce && request.input_failure.empty() &&
+                       !request.on_device && bytes <= world_.thresholds.inlined &&
+                       world_.mark(slot, rank_).place == kNoPlace;
+  if (!carried || bytes == 0) return;  // arrays without elements may be null
+  void* payload = world_.payload(slot, rank_, bytes);
+  if (request.inputs.size() == 1) {
+    std::memcpy(payload, request.inputs[0], bytes);
+  } else {
+    reduce(reduction_of_devices(request), request.inputs.data(), static_cast<int>(request.inputs.size()), &payload, 1,
+           request.count);
+  }
+}
+
+bool may_reduce_inline(World& world, const Request& request) {
+  const std::size_t bytes = bytes_of(request);
+  return request.collective == Collective::kAllreduce && request.input_failure.empty() && !request.on_device &&
+         (bytes <= world.thresholds.inlined || bytes <= world.thresholds.inlined_direct / world.ranks);
+}
+
+bool TensorTable::reduce_inline(std::uint32_t slot, const Request& request) {
+  if (!may_reduce_inline(world_, request)) return false;
+  const std::size_t bytes = bytes_of(request);
+  const bool carried = bytes <= world_.thresholds.inlined;
+  const int size = world_.ranks;
+  for (int r = 0; r < size; ++r) {
+    const std::uint64_t place = world_.mark(slot, r).place;
+    if (place == kNoPlace && !carried) return false;
+    outputs_[r] = place == kNoPlace ? world_.payload(slot, r, bytes) : world_.arena(r) + place;
+    inputs_[r] = outputs_[r];
+  }
+  reduce(reduction_of(request, world_.weights(slot)), inputs_.data(), size, outputs_.data(), size, request.count);
+  tell_inline(world_, slot, rank_);
+  return true;
+}
+
+void tell_inline(World& world, std::uint32_t slot, int rank) {
+  for (int r = 0; r < world.ranks; ++r) {
+    if (r == rank) continue;
+    // Release and acquire: publishes the result, and comes before or after stop_watching().
+    if (world.mark(slot, r).watch.exchange(Mark::kDone, std::memory_order_acq_rel) == Mark::kWatched) continue;
+    world.rank(r).inbox.put(slot);
+    world.rank(r).bell.ring();
+  }
+}
+
+bool stop_watching(World& world, int rank, std::uint32_t slot) {
+  std::uint32_t watched = Mark::kWatched;
+  // Acquire: when it fails the result is there. Release: as the rank's announcement.
+  return world.mark(slot, rank).watch.compare_exchange_strong(watched, Mark::kInbox, std::memory_order_acq_rel);
+}
+
+bool take_inline(World& world, int rank, std::uint32_t slot, const Request& request) {
+  if (world.mark(slot, rank).place != kNoPlace) return true;
+  const std::size_t bytes = bytes_of(request);
+  if (bytes == 0) return false;
+  const void* result = world.payload(slot, rank, bytes);
+  for (void* output : request.outputs) std::memcpy(output, result, bytes);
+  return false;
 }
 
 }  // namespace kvstore_hvd

@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
-#include <utility>
 
-#include "base/running_time.hpp"
 #include "request/request.hpp"
 
 namespace kvstore_hvd {
@@ -19,7 +17,7 @@ constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin 
 
 LinkChunks::LinkChunks(World& world, Transport& transport)
     : world_(world), transport_(transport), places_(world.hosts + 1), received_(world.hosts) {
-  for (int r = 0; r < world.size; ++r) ++places_[world.home(r).host + 1];
+  for (int r = 0; r < world.size; ++r) ++places_[world.member(r).host + 1];
   std::partial_sum(places_.begin(), places_.end(), places_.begin());
 }
 
@@ -50,7 +48,7 @@ bool LinkChunks::all_ranks(Flag RankState::* flag, std::uint64_t index) {
 
 bool LinkChunks::moves(const Chunk& chunk, int host) const {
   if (chunk.entry.staged_bytes == 0 || chunk.entry.algorithm == Algorithm::kFail) return false;
-  return chunk.entry.algorithm != Algorithm::kLinkBroadcast || host == world_.home(chunk.entry.root).host;
+  return chunk.entry.algorithm != Algorithm::kLinkBroadcast || host == world_.member(chunk.entry.root).host;
 }
 
 char* LinkChunks::sum_of(const Chunk& chunk) {

@@ -1,19 +1,18 @@
-// The entries of the schedule that are between publication and the last rank that has collected them.
+// The entries of the schedule between publication and collection by the last rank of this host (chunks).
 //
-// A sum: each host's ranks have reduced theirs into the link's memory. Slice h of that goes to host h, whose link sums
-// the slices of all hosts, in the order of the hosts, and returns the result: 2(H-1)/H of the bytes cross each link. A
-// small one is not sliced: every link gets all and sums for itself, which saves a hop. Everything else is sent as it
-// is.
+// A sum over H hosts: each host's ranks reduce their arrays into the link's memory. Slice h of that goes to host h,
+// whose link sums the slices of all hosts, in the order of the hosts, and returns the result: 2(H-1)/H of the bytes
+// cross each link. A small sum is not sliced: every link gets all and sums for itself, which saves a hop. Broadcasts
+// and exchanges are sent as they are.
+//
+// Up to kLinkSlots chunks are under way: while one crosses the network, the ranks reduce the next, and copy the one
+// before. Receives are posted before an entry is published, so that no message comes before its receive.
 #pragma once
 
-#include <cstdint>
 #include <deque>
-#include <utility>
-#include <vector>
 
 #include "engine/schedule.hpp"
 #include "link/transport.hpp"
-#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 
@@ -23,20 +22,19 @@ class LinkChunks {
   LinkChunks(const LinkChunks&) = delete;
   LinkChunks& operator=(const LinkChunks&) = delete;
 
-  // Whether there is memory for one more.
   bool has_room() const { return chunks_.size() < kLinkSlots; }
   bool is_empty() const { return chunks_.empty(); }
-  // How many entries that move something there were for which all has come.
+  // Entries with bytes that have arrived so far.
   std::uint64_t arrived() const { return arrived_; }
-  // Bytes of one host's that are published and have not arrived.
+  // Bytes that are published and have not arrived.
   std::uint64_t bytes_under_way() const { return bytes_under_way_; }
 
-  // Makes it the next entry of this host's schedule.
+  // Publishes it as the next entry of this host's schedule.
   void publish(const Entry& entry);
 
-  // Does what can be done without waiting; returns whether anything was. Once the world has failed the ranks' bytes are
-  // not sent, since arrays may be in use again; what was sent before is summed and returned, for the other hosts.
-  // `tells`: whether the ranks of this host hear of what arrives.
+  // Makes progress without waiting; returns whether anything has moved. Once the world has failed the ranks' bytes are
+  // not sent, since arrays may be in use again; partials that were sent before are summed and returned, for the other
+  // hosts. `tells`: whether the ranks of this host are told of entries that arrive.
   bool progress(bool tells);
 
   // Whether a message of that host has come since the last call.
@@ -58,7 +56,7 @@ class LinkChunks {
   struct Chunk {
     std::uint64_t index;  // of the log
     Entry entry;
-    bool is_whole;                                  // a sum that is not sliced
+    bool is_whole;                                  // not sliced
     bool is_narrow;                                 // see link_sum.cpp
     std::vector<Message> sends, partials, results;  // the latter two are received
   };
@@ -67,21 +65,21 @@ class LinkChunks {
   bool is_sum(const Chunk& chunk) const { return chunk.entry.algorithm == Algorithm::kLinkSum; }
   bool moves(const Chunk& chunk, int host) const;
   char* memory(const Chunk& chunk) { return world_.link_memory(chunk.index); }
-  // What this host's ranks contribute to a sum, and what comes of it.
+  // The sum of this host's ranks, and the result.
   char* sum_of(const Chunk& chunk);
   char* result_of(const Chunk& chunk) { return memory(chunk) + chunk.entry.staged_bytes; }
-  // What a host's link sums, in either of them.
+  // The part of either that a host's link sums.
   Bytes slice_of(const Chunk& chunk, int host) const;
-  // Where the bytes of a host lie that are not summed.
+  // Where the bytes of a host lie in an exchange or broadcast.
   Bytes place_of(const Chunk& chunk, int host) const;
-  // Where a host's bytes of this host's slice lie.
+  // Where a host's part of this host's slice lies.
   char* partial_of(const Chunk& chunk, int host);
   void receive(Chunk& chunk);
   void send(Chunk& chunk);
   void sum(Chunk& chunk);
   void receive_from(int host, int tag, char* to, std::uint64_t bytes, std::vector<Message>& messages);
   void send_to(int host, int tag, const char* data, std::uint64_t bytes, Chunk& chunk);
-  // Forgets what is over; returns whether all is.
+  // Drops messages that are over; returns whether all are.
   bool test_sends(Chunk& chunk);
   bool test_receives(std::vector<Message>& messages);
   template <class Call>
@@ -95,7 +93,7 @@ class LinkChunks {
   std::uint64_t published_ = 0, sent_ = 0, summed_ = 0, told_ = 0;  // the next one's index
   std::uint64_t arrived_ = 0;
   std::uint64_t bytes_under_way_ = 0;
-  std::vector<std::uint64_t> places_;  // by host: of its first rank, see World::Home; and the number of all ranks
+  std::vector<std::uint64_t> places_;  // by host: of its first rank, see Member::position; and the number of all ranks
   std::deque<Chunk> chunks_;           // in order, of consecutive numbers
   std::vector<char> received_;         // by host
   bool is_closed_ = false;

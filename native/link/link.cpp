@@ -4,24 +4,20 @@
 #include <cstring>
 #include <limits>
 
-#include "reduce/reduce.hpp"
-#include "request/messages.hpp"
-#include "request/request.hpp"
-#include "shm/describe.hpp"
 #include "shm/liveness.hpp"
 
 namespace kvstore_hvd {
 namespace {
 
-// How much is ordered and not yet everywhere: what a tensor of higher priority may have to wait for. Less, and the
+// Bytes ordered and not yet arrived everywhere: what a tensor of higher priority may have to wait for. With less the
 // network would wait for the next order.
 constexpr std::uint64_t kWindow = std::uint64_t{4} << 20;
 constexpr int kConductor = 0;
 constexpr std::uint64_t kAlong = std::uint64_t{64} << 10;  // see rides_along()
 constexpr std::chrono::milliseconds kBeat{500}, kLook{100};
-// How long an operation waits before other hosts tell their ranks of it, and who is late.
+// How old an operation is before a link announces it early, and marks the late ranks.
 constexpr std::chrono::milliseconds kPatience{500};
-// For the others to hear that the world has failed, and for what is complete on one host to become so here.
+// Limit on sending a failure to the others, and on completing what is complete on the host that failed.
 constexpr std::chrono::seconds kAbort{1};
 
 constexpr std::uint64_t kMostBytes = std::numeric_limits<std::ptrdiff_t>::max();  // of an array
@@ -51,20 +47,10 @@ bool rides_along(World& world, std::uint32_t slot, const Signature& signature) {
 }  // namespace
 
 Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transport, const LinkOptions& options)
-    : segment_(std::move(segment)),
-      transport_(std::move(transport)),
-      options_(options),
-      world_(segment_->world()),
-      alarm_(world_, world_.ranks, options.timeout),
-      table_(world_, alarm_),
-      agenda_(world_),
-      chunks_(world_, *transport_),
-      ranks_(world_.hosts),
-      ids_(kSlots),
-      n_ready_(world_.hosts) {
-  for (int rank = 0; rank < world_.size; ++rank) ranks_[world_.home(rank).host].push_back(rank);
+    : segment_(std::move(segment)), transport_(std::move(transport)), options_(options) {
+  for (int rank = 0; rank < world_.size; ++rank) ranks_[world_.member(rank).host].push_back(rank);
   for (int host = 0; host < world_.hosts; ++host) {
-    if (host != world_.host) others_.try_emplace(host, *transport_, host, options);
+    if (host != world_.host) peers_.try_emplace(host, *transport_, host, options);
   }
   world_.link_dtype = options.dtype;
   // Relaxed: ranks look again and again, see Watcher.
@@ -73,8 +59,8 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
 
 std::vector<int> Link::missing() const {
   std::vector<int> ranks;
-  for (const auto& [host, other] : others_) {
-    if (other.mail.peer() < Mail::Peer::kMet) ranks.insert(ranks.end(), ranks_[host].begin(), ranks_[host].end());
+  for (const auto& [host, peer] : peers_) {
+    if (peer.mail.state() < Mail::State::kMet) ranks.insert(ranks.end(), ranks_[host].begin(), ranks_[host].end());
   }
   return ranks;
 }
@@ -85,7 +71,7 @@ bool Link::step(Clock::time_point now) {
   bool moved = false;
   int from = 0;
   try {
-    for (auto& each : others_) {
+    for (auto& each : peers_) {
       const int host = each.first;
       const auto handle_one = [this, host](RecordKind kind, RecordReader record) { handle(host, kind, record); };
       from = host;
@@ -98,7 +84,7 @@ bool Link::step(Clock::time_point now) {
       moved = true;
     }
     while (publish_next()) moved = true;
-    if (chunks_.progress(!has_told_end_)) moved = true;
+    if (chunks_.progress(!has_sent_end_)) moved = true;
     hear();
     if (abort_) raise_abort();
     look(now);
@@ -131,20 +117,20 @@ void Link::fail(const std::string& fact) {
   if (!after_failure_) after_failure_.emplace(2 * kAbort);
 }
 
-// A connection has ended. One of a host whose ranks have all left, or that has told why it fails, was to end.
+// A connection has ended; not an error when its host's ranks have all left, or it has sent its failure.
 void Link::lose(int host, const std::string& why) {
-  Other& other = others_.at(host);
-  if (other.has_left || other.has_failed) return;
-  other.has_failed = true;
+  Peer& peer = peers_.at(host);
+  if (peer.has_left || peer.has_failed) return;
+  peer.has_failed = true;
   alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " is lost: the connection to it has ended (" + why +
                                          ")\n  Fix: see whether that host is up, and what its workers have printed");
 }
 
-// Nothing that it sends is believed any more, and it is not waited for.
+// Ignores what the host sends from now on, and does not wait for it.
 void Link::distrust(int host, const char* what) {
-  Other& other = others_.at(host);
-  other.mail.ignore();
-  other.has_failed = true;
+  Peer& peer = peers_.at(host);
+  peer.mail.ignore();
+  peer.has_failed = true;
   alarm_.raise(ErrorCode::kTransport,
                describe_host(world_, host) + " sent what is no record of this version of kvstore_hvd (" +
                    std::string(what) +
@@ -155,7 +141,7 @@ void Link::distrust(int host, const char* what) {
 bool Link::close() {
   bool is_idle = true;
   try {
-    for (auto& [host, other] : others_) is_idle = other.mail.close() && is_idle;
+    for (auto& [host, peer] : peers_) is_idle = peer.mail.close() && is_idle;
     return chunks_.close() && is_idle;
   } catch (const TransportError&) {
     return false;
@@ -173,7 +159,7 @@ Link::Tensor& Link::tensor(const TensorId& id, std::string_view name, Clock::tim
   return tensor;
 }
 
-// -- What hosts have announced --------------------------------------------------------------------------------------
+// -- Announcements --------------------------------------------------------------------------------------------------
 
 void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
   const std::string_view name(world_.slots[slot].name, world_.slots[slot].name_length);
@@ -182,13 +168,13 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
   Tensor& tensor = this->tensor(id, name, now);
   tensor.slot = slot;
   tensor.since = now;
-  Ready own{};
+  HostAnnouncement own{};
   own.announcement = world_.announcement(slot, 0);
   for (int r = 0; r < world_.ranks; ++r) own.weights.add(world_.mark(slot, r).weight);
   const Signature& signature = own.announcement.signature;
-  if (!table_.all_announced_the_same(slot)) own.told = kvstore_hvd::announced_here(world_, slot);
+  if (!table_.all_announced_the_same(slot)) own.by_rank = kvstore_hvd::announced_here(world_, slot);
   const std::size_t bytes = bytes_of(signature);
-  own.is_inline = own.told.empty() && rides_along(world_, slot, signature);
+  own.is_inline = own.by_rank.empty() && rides_along(world_, slot, signature);
   if (own.is_inline && bytes > 0) {
     own.sum.resize(bytes);
     std::vector<const void*> inputs;
@@ -196,11 +182,11 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
     void* sum = own.sum.data();
     reduce(reduction_within_host(signature), inputs.data(), world_.ranks, &sum, 1, signature.count);
   }
-  tell_all(RecordKind::kReady, tensor.name, own.announcement, own.weights, own.is_inline, own.told, own.sum);
+  send_all(RecordKind::kReady, tensor.name, own.announcement, own.weights, own.is_inline, own.by_rank, own.sum);
   add(id, tensor, world_.host, std::move(own));
 }
 
-void Link::add(const TensorId& id, Tensor& tensor, int host, Ready ready) {
+void Link::add(const TensorId& id, Tensor& tensor, int host, HostAnnouncement ready) {
   ready.number = ++n_ready_[host];
   tensor.by_host[host].push_back(std::move(ready));
   const auto is_empty = [](const auto& one) { return one.empty(); };
@@ -218,12 +204,12 @@ void Link::all_announced(const TensorId& id, Tensor& tensor) {
     const std::uint32_t slot = tensor.slot;
     carry_out(tensor);
     end(id);
-    table_.announce_for_others(slot);
-    InlineReduction::tell(world_, slot, world_.ranks);
+    table_.close_operation(slot);
+    tell_inline(world_, slot, world_.ranks);
   } else {
     table_.agree_over_hosts(tensor.slot, weights(tensor));
     tensor.is_agreed = true;
-    if (world_.host == kConductor) agenda_.add(tensor.slot, world_.slots[tensor.slot].priority);
+    if (world_.host == kConductor) schedule_.add(tensor.slot, world_.slots[tensor.slot].priority);
   }
 }
 
@@ -231,7 +217,7 @@ bool Link::is_the_same(const Tensor& tensor) const {
   const Signature& first = tensor.by_host[0].front().announcement.signature;
   return std::all_of(tensor.by_host.begin(), tensor.by_host.end(), [&](const auto& one) {
     const Signature& signature = one.front().announcement.signature;
-    return one.front().told.empty() && std::memcmp(&signature, &first, sizeof(first)) == 0;
+    return one.front().by_rank.empty() && std::memcmp(&signature, &first, sizeof(first)) == 0;
   });
 }
 
@@ -256,14 +242,14 @@ void Link::carry_out(Tensor& tensor) {
          agreed.count);
 }
 
-// The text is the same on all hosts: all of them know what all have announced.
+// The text is the same on all hosts.
 void Link::disagree(Tensor& tensor) {
   std::vector<AnnouncedBy> all;
   for (int host = 0; host < world_.hosts; ++host) {
-    const Ready& ready = tensor.by_host[host].front();
-    all.insert(all.end(), ready.told.begin(), ready.told.end());
-    if (!ready.told.empty()) continue;
-    for (const int rank : ranks_[host]) all.push_back({world_.rank_of_all(rank), ready.announcement});
+    const HostAnnouncement& ready = tensor.by_host[host].front();
+    all.insert(all.end(), ready.by_rank.begin(), ready.by_rank.end());
+    if (!ready.by_rank.empty()) continue;
+    for (const int rank : ranks_[host]) all.push_back({world_.member(rank).rank_of_all, ready.announcement});
   }
   std::sort(all.begin(), all.end(), [](const AnnouncedBy& a, const AnnouncedBy& b) { return a.rank < b.rank; });
   const Disagreement why = describe_disagreement(world_, all);
@@ -299,22 +285,22 @@ bool Link::publish_next() {
     failing_.pop_front();
   } else if (world_.host == kConductor) {
     if (chunks_.bytes_under_way() >= kWindow) return false;
-    const auto decision = agenda_.decide(entry, agenda_.has_device_tensors() && devices_have_room(world_));
+    const auto decision = schedule_.decide(entry);
     if (!decision) return false;
-    Agenda::remove(*decision);
-    tell_order(entry);
+    Schedule::remove(*decision);
+    send_order(entry);
   } else {
     if (orders_.empty()) return false;
     const Order& order = orders_.front();
     entry = order.entry;
     for (std::uint32_t i = 0; i < entry.n_pieces; ++i) {
       const auto found = tensors_.find(order.ids[i]);
-      // Its announcement on a third host may be on its way to this one.
+      // The announcement of a third host may be on its way to this one.
       if (found == tensors_.end() || !found->second.is_agreed) return false;
       entry.pieces[i].slot = found->second.slot;
     }
     orders_.pop_front();
-    expect(agenda_.follow(entry));
+    expect(schedule_.follow(entry));
   }
   publish(entry);
   return true;
@@ -327,39 +313,39 @@ void Link::publish(const Entry& entry) {
     const bool is_last = piece.offset + piece.bytes == world_.slots[piece.slot].bytes;
     if (!is_failed && is_last) end(ids_[piece.slot]);
     // Ranks may announce the next operation as soon as they see this.
-    if (is_failed || piece.offset == 0) table_.announce_for_others(piece.slot);
+    if (is_failed || piece.offset == 0) table_.close_operation(piece.slot);
   }
   chunks_.publish(entry);
 }
 
-void Link::tell_order(const Entry& entry) {
+void Link::send_order(const Entry& entry) {
   const std::vector<Piece> pieces(entry.pieces, entry.pieces + entry.n_pieces);
   std::vector<TensorId> ids;
   for (const Piece& piece : pieces) ids.push_back(ids_[piece.slot]);
-  tell_all(RecordKind::kOrder, entry.algorithm, entry.root, entry.staged_bytes, pieces, ids);
+  send_all(RecordKind::kOrder, entry.algorithm, entry.root, entry.staged_bytes, pieces, ids);
 }
 
-// -- What other links tell ------------------------------------------------------------------------------------------
+// -- Records --------------------------------------------------------------------------------------------------------
 
 void Link::handle(int host, RecordKind kind, RecordReader& record) {
   switch (kind) {
     case RecordKind::kReady: {
       std::string name;
-      Ready ready;
-      record.get(name, ready.announcement, ready.weights, ready.is_inline, ready.told, ready.sum);
+      HostAnnouncement ready;
+      record.get(name, ready.announcement, ready.weights, ready.is_inline, ready.by_rank, ready.sum);
       check_ready(host, name, ready);
       const TensorId id = id_of(name);
       return add(id, tensor(id, name, Clock::now()), host, std::move(ready));
     }
     case RecordKind::kOrder:
-      return ordered(host, record);
+      return on_order(host, record);
     case RecordKind::kBeat:
-      return beaten(host, record);
+      return on_beat(host, record);
   }
   throw ForeignRecord();
 }
 
-void Link::check_ready(int host, std::string_view name, const Ready& ready) {
+void Link::check_ready(int host, std::string_view name, const HostAnnouncement& ready) {
   const std::vector<int>& ranks = ranks_[host];
   const auto check_one = [this](const Announcement& one) {
     const Signature& signature = one.signature;
@@ -374,18 +360,18 @@ void Link::check_ready(int host, std::string_view name, const Ready& ready) {
   check_one(ready.announcement);
   expect(ready.weights.sum >= 0.0 && ready.weights.present <= ranks.size());
   expect(ready.weights.absent <= ranks.size() - ready.weights.present);
-  expect(ready.told.empty() || ready.told.size() == ranks.size());
-  for (const AnnouncedBy& one : ready.told) {
-    expect(std::any_of(ranks.begin(), ranks.end(), [&](int r) { return world_.rank_of_all(r) == one.rank; }));
+  expect(ready.by_rank.empty() || ready.by_rank.size() == ranks.size());
+  for (const AnnouncedBy& one : ready.by_rank) {
+    expect(std::any_of(ranks.begin(), ranks.end(), [&](int r) { return world_.member(r).rank_of_all == one.rank; }));
     check_one(one.announcement);
   }
   const bool can_be_inline =
-      ready.told.empty() && signature.collective == Collective::kAllreduce && signature.on_device == 0;
+      ready.by_rank.empty() && signature.collective == Collective::kAllreduce && signature.on_device == 0;
   expect(can_be_inline || !ready.is_inline);
   expect(ready.sum.size() == (ready.is_inline ? bytes_of(signature) : 0));
 }
 
-void Link::ordered(int host, RecordReader& record) {
+void Link::on_order(int host, RecordReader& record) {
   Order order{};
   std::vector<Piece> pieces;
   record.get(order.entry.algorithm, order.entry.root, order.entry.staged_bytes, pieces, order.ids);
@@ -399,7 +385,7 @@ void Link::ordered(int host, RecordReader& record) {
   orders_.push_back(std::move(order));
 }
 
-void Link::beat() {
+void Link::send_beat() {
   const bool has_failed = world_.failure.is_set();
   std::vector<int> left;
   for (int r = 0; r < world_.ranks; ++r) {
@@ -407,26 +393,27 @@ void Link::beat() {
     // Acquire: what it did before it left.
     if (rank.presence.load(std::memory_order_acquire) == Presence::kLeft) left.push_back(rank.rank_of_world);
   }
-  std::vector<Late> late;
+  std::vector<LateRank> late;
   for (const Missed& one : table_.missed(256, false).value_or(std::vector<Missed>())) {
     for (const int r : table_.late(one.slot)) late.push_back({id_of(one.name), world_.rank(r).rank_of_world});
   }
-  tell_all(RecordKind::kBeat, has_failed ? world_.failure.code() : ErrorCode::kOk,
+  send_all(RecordKind::kBeat, has_failed ? world_.failure.code() : ErrorCode::kOk,
            has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late, behind(late));
-  told_left_ = static_cast<std::uint32_t>(left.size());
-  has_told_end_ = has_failed || left.size() == ranks_[world_.host].size();
+  sent_left_ = static_cast<std::uint32_t>(left.size());
+  has_sent_end_ = has_failed || left.size() == ranks_[world_.host].size();
 }
 
-std::vector<Link::Behind> Link::behind(const std::vector<Late>& late) {
+std::vector<Link::Behind> Link::behind(const std::vector<LateRank>& late) {
   std::vector<Behind> all;
   for (int r = 0; r < world_.ranks; ++r) {
-    const RankState& rank = world_.rank(r);
-    Behind one{rank.rank_of_world, rank.doing.waits.load(std::memory_order_relaxed), {}};  // Relaxed: told again
-    const auto is_it = [&one](const Late& each) { return each.rank == one.rank; };
+    const int rank = world_.rank(r).rank_of_world;
+    const Doing& doing = world_.member(rank).doing;
+    Behind one{rank, doing.waits.load(std::memory_order_relaxed), {}};  // Relaxed: told again
+    const auto is_it = [&one](const LateRank& each) { return each.rank == one.rank; };
     const bool is_late = std::any_of(late.begin(), late.end(), is_it);
     if (!is_late && one.waits == 0) continue;
     if (is_late && Liveness::is_stopped(world_, r)) one.waits = kStopped;
-    const std::string text = rank.doing.text.read();
+    const std::string text = doing.text.read();
     text.copy(one.text.data(), one.text.size());
     all.push_back(one);
   }
@@ -438,37 +425,37 @@ void Link::note_behind(int host, const std::vector<Behind>& behind) {
   for (const int rank : ranks_[host]) {
     const auto is_it = [rank](const Behind& one) { return one.rank == rank; };
     const auto told = std::find_if(behind.begin(), behind.end(), is_it);
-    Doing& doing = world_.remote(rank).doing;
+    Doing& doing = world_.member(rank).doing;
     doing.waits.store(told == behind.end() ? 0 : told->waits, std::memory_order_relaxed);
     if (told != behind.end()) doing.text.write({told->text.data(), strnlen(told->text.data(), told->text.size())});
   }
 }
 
-void Link::beaten(int host, RecordReader& record) {
-  Other& other = others_.at(host);
+void Link::on_beat(int host, RecordReader& record) {
+  Peer& peer = peers_.at(host);
   Abort told{ErrorCode::kOk, {}, 0, {}, Patience(kAbort)};
   std::vector<int> left;
-  std::vector<Late> late;
+  std::vector<LateRank> late;
   std::vector<Behind> behind;
   record.get(told.error, told.text, told.arrived, told.n_ready, left, late, behind);
-  const auto is_there = [&](int rank) { return rank >= 0 && rank < world_.size && world_.home(rank).host == host; };
+  const auto is_there = [&](int rank) { return rank >= 0 && rank < world_.size && world_.member(rank).host == host; };
   expect(static_cast<int>(told.error) < kErrorCodes && told.n_ready.size() == n_ready_.size());
   expect(told.error == ErrorCode::kOk || Status(told.error, "").latches());
   expect(std::all_of(left.begin(), left.end(), is_there));
-  expect(std::all_of(late.begin(), late.end(), [&](const Late& one) { return is_there(one.rank); }));
+  expect(std::all_of(late.begin(), late.end(), [&](const LateRank& one) { return is_there(one.rank); }));
   expect(std::all_of(behind.begin(), behind.end(), [&](const Behind& one) {
     return is_there(one.rank) && (one.waits <= kMostWaits || one.waits == kStopped);
   }));
   note_behind(host, behind);
-  other.left = std::move(left);
-  other.late = std::move(late);
-  other.has_left = other.left.size() == ranks_[host].size();
-  if (told.error == ErrorCode::kOk || other.has_failed) return;
-  other.has_failed = true;
+  peer.left = std::move(left);
+  peer.late = std::move(late);
+  peer.has_left = peer.left.size() == ranks_[host].size();
+  if (told.error == ErrorCode::kOk || peer.has_failed) return;
+  peer.has_failed = true;
   if (!abort_) abort_ = std::move(told);
 }
 
-// As soon as all is complete here that is where the world failed.
+// As soon as everything that is complete on the host that failed is complete here.
 void Link::raise_abort() {
   if (world_.failure.is_set()) return;
   bool is_late = chunks_.arrived() < abort_->arrived;
@@ -476,23 +463,23 @@ void Link::raise_abort() {
   if (!is_late || abort_->patience.is_over()) alarm_.raise(abort_->error, abort_->text);
 }
 
-// -- Looking after the others ---------------------------------------------------------------------------------------
+// -- Watching the other hosts ---------------------------------------------------------------------------------------
 
 void Link::look(Clock::time_point now) {
   // Acquire, both: what happened before.
   const bool has_failed = world_.failure.is_set();
-  const bool has_news = has_failed || world_.left.load(std::memory_order_acquire) > told_left_;
-  if (!has_told_end_ && (has_news || now - beat_ >= kBeat)) {
+  const bool has_news = has_failed || world_.left.load(std::memory_order_acquire) > sent_left_;
+  if (!has_sent_end_ && (has_news || now - beat_ >= kBeat)) {
     beat_ = now;
-    beat();
+    send_beat();
   }
   if (has_failed) return;
   const std::chrono::nanoseconds asked_at(world_.asked_at.load(std::memory_order_relaxed));  // a hint
   const bool asks = now.time_since_epoch() - asked_at < kPatience;
   const bool is_due = now - looked_ >= kLook;
   if (!is_due && !asks) return;
-  // By host: the patient operation in which its ranks wait, see is_patient(). What it announces after that belongs
-  // after it, and is news to ranks here only once it is over.
+  // By host: the number of the patient operation in which its ranks wait, see is_patient(). Later announcements of that
+  // host are not announced early before it is over.
   std::vector<std::uint64_t> waits_since(world_.hosts, std::numeric_limits<std::uint64_t>::max());
   for (const auto& [id, tensor] : tensors_) {
     if (!is_patient(tensor.name)) continue;
@@ -504,7 +491,7 @@ void Link::look(Clock::time_point now) {
   for (auto& [id, tensor] : tensors_) {
     const bool is_old = now - tensor.since >= kPatience;
     if (tensor.slot == kNoSlot) {
-      if (!tensor.is_early && (asks || is_old)) tell_early(tensor, waits_since);
+      if (!tensor.is_early && (asks || is_old)) announce_early(tensor, waits_since);
     } else if (is_due) {
       if (is_old) mark_late(id, tensor);
       check_left(tensor);
@@ -516,28 +503,28 @@ void Link::look(Clock::time_point now) {
 }
 
 void Link::hear() {
-  for (auto& [host, other] : others_) {
+  for (auto& [host, peer] : peers_) {
     const bool has_bytes = transport_->has_received(host), has_message = chunks_.has_received(host);
     has_received_ = has_received_ || has_bytes;
-    if (has_bytes || has_message || other.mail.has_received()) other.silence = Patience(options_.silence);
+    if (has_bytes || has_message || peer.mail.has_received()) peer.silence = Patience(options_.silence);
   }
 }
 
 void Link::check_peers() {
-  for (auto& [host, other] : others_) {
-    if (other.has_left || other.has_failed) continue;
-    other.mail.greet();  // what was sent before may have been for an earlier attempt of that host
-    const Mail::Peer peer = other.mail.peer();
-    if (peer == Mail::Peer::kOtherBuild) {
+  for (auto& [host, peer] : peers_) {
+    if (peer.has_left || peer.has_failed) continue;
+    peer.mail.greet();  // what was sent before may have been for an earlier attempt of that host
+    const Mail::State state = peer.mail.state();
+    if (state == Mail::State::kOtherBuild) {
       return alarm_.raise(ErrorCode::kTransport,
                           describe_host(world_, host) + " and " + describe_host(world_, world_.host) +
                               " run different versions of kvstore_hvd, or with other settings\n  Fix: install the same "
                               "version on every host, and set KVHVD_LINK_COMPRESSION and KVHVD_THRESHOLDS alike");
     }
-    if (peer == Mail::Peer::kStartedOver) {
+    if (state == Mail::State::kStartedOver) {
       return alarm_.raise(ErrorCode::kPeerLost, describe_host(world_, host) + " could not join, and started over");
     }
-    if (peer == Mail::Peer::kMet && other.silence.is_over()) {
+    if (state == Mail::State::kMet && peer.silence.is_over()) {
       const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(options_.silence).count();
       return alarm_.raise(ErrorCode::kPeerLost,
                           describe_host(world_, host) + " has not been heard of for " + std::to_string(seconds) +
@@ -548,28 +535,27 @@ void Link::check_peers() {
   }
 }
 
-// A rank that has left has completed all that it had announced. So if its host has not told of an operation by then, it
-// will never take part in it. One that has failed tells why, see raise_abort().
+// A rank that has left has completed all that it had announced. So it will never take part in an operation that its
+// host has not announced by then. For a host that has failed see raise_abort().
 void Link::check_left(const Tensor& tensor) {
-  for (const auto& [host, other] : others_) {
-    if (!tensor.by_host[host].empty() || other.left.empty() || other.has_failed) continue;
+  for (const auto& [host, peer] : peers_) {
+    if (!tensor.by_host[host].empty() || peer.left.empty() || peer.has_failed) continue;
     const Announcement& own = world_.announcement(tensor.slot, 0);
     const std::string operation = std::string(name_of(own.signature.collective)) + " " + own.note;
-    const std::string leaver = describe_member(world_, other.left.front());
+    const std::string leaver = describe_member(world_, peer.left.front());
     return alarm_.raise(ErrorCode::kPeerLost, Messages::left_early(leaver, rank_name(world_, 0), operation));
   }
 }
 
-// Of an operation that all ranks of this host have announced: who elsewhere has not. All ranks of a host that has told
-// nothing, as far as one knows.
+// Marks the ranks elsewhere that have not announced the operation; all of a host, unless its last BEAT says which.
 void Link::mark_late(const TensorId& id, const Tensor& tensor) {
   std::atomic<std::uint64_t>* const bits = world_.late(tensor.slot);
   // Relaxed, all: for messages; written by the link only.
-  for (std::uint64_t i = 0; i < world_.late_words; ++i) bits[i].store(0, std::memory_order_relaxed);
-  for (const auto& [host, other] : others_) {
+  for (std::uint64_t i = 0; i < world_.layout.late_words; ++i) bits[i].store(0, std::memory_order_relaxed);
+  for (const auto& [host, peer] : peers_) {
     if (!tensor.by_host[host].empty()) continue;
     std::vector<int> late;
-    for (const Late& one : other.late) {
+    for (const LateRank& one : peer.late) {
       if (one.id == id) late.push_back(one.rank);
     }
     for (const int rank : late.empty() ? ranks_[host] : late) {
@@ -578,7 +564,7 @@ void Link::mark_late(const TensorId& id, const Tensor& tensor) {
   }
 }
 
-void Link::tell_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_since) {
+void Link::announce_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_since) {
   for (std::size_t host = 0; host < tensor.by_host.size(); ++host) {
     const auto& one = tensor.by_host[host];
     if (one.empty() || one.front().number > waits_since[host]) continue;
@@ -587,16 +573,15 @@ void Link::tell_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_si
   }
 }
 
-// Another link needs no more of this one, and may be gone, once it knows that all ranks here have left or that the
-// world has failed here.
+// A link may end once every peer knows that its ranks have left, or that it has failed.
 bool Link::may_end() {
   const bool has_failed = world_.failure.is_set();
   if (has_failed && !after_failure_) after_failure_.emplace(2 * kAbort);
   if (has_failed && after_failure_->is_over()) return true;
-  if (!has_told_end_ || !(has_failed || chunks_.is_empty())) return false;
-  return std::all_of(others_.begin(), others_.end(), [&](const auto& each) {
-    const Other& other = each.second;
-    return (other.has_left || (has_failed && other.has_failed)) && other.mail.has_sent_all();
+  if (!has_sent_end_ || !(has_failed || chunks_.is_empty())) return false;
+  return std::all_of(peers_.begin(), peers_.end(), [&](const auto& each) {
+    const Peer& peer = each.second;
+    return (peer.has_left || (has_failed && peer.has_failed)) && peer.mail.has_sent_all();
   });
 }
 

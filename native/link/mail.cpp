@@ -1,9 +1,7 @@
 #include "link/mail.hpp"
 
 #include <algorithm>
-#include <cstring>
 #include <random>
-#include <utility>
 
 namespace kvstore_hvd {
 namespace {
@@ -17,7 +15,7 @@ std::uint64_t random_number() {
 
 Mail::Mail(Transport& transport, int host, std::uint64_t build)
     : transport_(transport), host_(host), build_(build), own_(random_number()) {
-  receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
+  receiving_ = transport_.receive(host_, kRecords, receive_buffer_.data(), receive_buffer_.size());
 }
 
 bool Mail::progress(const Handle& handle) {
@@ -27,15 +25,15 @@ bool Mail::progress(const Handle& handle) {
 
 bool Mail::send() {
   if (sending_ != 0 && !transport_.test(sending_)) return false;
-  const bool is_met = peer() == Peer::kMet;
+  const bool is_met = state() == State::kMet;
   if (!greets_ && !(is_met && has_outgoing())) return false;
-  const std::size_t bytes = is_met ? std::min(outgoing_.size(), kMessage) : sizeof(Head);
+  const std::size_t bytes = is_met ? std::min(stream_.size(), kMessage) : sizeof(Head);
   const Head head{build_, own_, other_, bytes - sizeof(Head)};
-  sent_.swap(outgoing_);
-  outgoing_.resize(sizeof(head));
-  outgoing_.insert(outgoing_.end(), sent_.begin() + static_cast<std::ptrdiff_t>(bytes), sent_.end());
-  std::memcpy(sent_.data(), &head, sizeof(head));
-  sending_ = transport_.send(host_, kRecords, sent_.data(), bytes);
+  in_flight_.swap(stream_);
+  stream_.resize(sizeof(head));
+  stream_.insert(stream_.end(), in_flight_.begin() + static_cast<std::ptrdiff_t>(bytes), in_flight_.end());
+  std::memcpy(in_flight_.data(), &head, sizeof(head));
+  sending_ = transport_.send(host_, kRecords, in_flight_.data(), bytes);
   greets_ = false;
   return true;
 }
@@ -43,8 +41,8 @@ bool Mail::send() {
 bool Mail::receive(const Handle& handle) {
   std::size_t bytes = 0;
   if (!transport_.test(receiving_, &bytes)) return false;
-  received_.swap(read_);
-  receiving_ = transport_.receive(host_, kRecords, received_.data(), received_.size());
+  receive_buffer_.swap(parsing_);
+  receiving_ = transport_.receive(host_, kRecords, receive_buffer_.data(), receive_buffer_.size());
   has_received_ = true;
   if (!is_ignored_) read(bytes, handle);
   return true;
@@ -53,14 +51,14 @@ bool Mail::receive(const Handle& handle) {
 void Mail::read(std::size_t bytes, const Handle& handle) {
   Head head;
   expect(bytes >= sizeof(head));
-  std::memcpy(&head, read_.data(), sizeof(head));
+  std::memcpy(&head, parsing_.data(), sizeof(head));
   if (!is_for_us(head)) return;
   expect(head.bytes == bytes - sizeof(head));
-  const char *at = read_.data() + sizeof(head), *end = at + head.bytes;
-  if (!begun_.empty()) {
-    begun_.insert(begun_.end(), at, end);
-    at = begun_.data();
-    end = at + begun_.size();
+  const char *at = parsing_.data() + sizeof(head), *end = at + head.bytes;
+  if (!partial_record_.empty()) {
+    partial_record_.insert(partial_record_.end(), at, end);
+    at = partial_record_.data();
+    end = at + partial_record_.size();
   }
   RecordHeader header;
   while (end - at >= static_cast<std::ptrdiff_t>(sizeof(header))) {
@@ -70,24 +68,24 @@ void Mail::read(std::size_t bytes, const Handle& handle) {
     handle(header.kind, RecordReader(at + sizeof(header), at + header.bytes));
     at += header.bytes;
   }
-  begun_ = std::vector<char>(at, end);
+  partial_record_ = std::vector<char>(at, end);
 }
 
 // The other end's messages come in the order in which they were sent: those of an earlier attempt before those of the
 // present one, so another number after both have met is that of a later attempt.
 bool Mail::is_for_us(const Head& head) {
-  Peer peer = this->peer();
-  if (peer >= Peer::kMet) {
-    if (head.build != build_ || head.from != other_) peer = Peer::kStartedOver;
+  State state = this->state();
+  if (state >= State::kMet) {
+    if (head.build != build_ || head.from != other_) state = State::kStartedOver;
   } else if (head.build != build_) {
-    peer = Peer::kOtherBuild;
-  } else if (peer == Peer::kUnknown) {
-    if (head.to == own_) peer = Peer::kMet;
+    state = State::kOtherBuild;
+  } else if (state == State::kUnknown) {
+    if (head.to == own_) state = State::kMet;
     greets_ = greets_ || head.from != other_;
     other_ = head.from;
   }
-  peer_.store(peer, std::memory_order_relaxed);
-  return peer == Peer::kMet && head.to == own_;
+  state_.store(state, std::memory_order_relaxed);
+  return state == State::kMet && head.to == own_;
 }
 
 bool Mail::close() {

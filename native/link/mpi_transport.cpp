@@ -3,10 +3,7 @@
 //
 // Handles are passed as integers of the size of a pointer: what they are in Open MPI and the ABI of MPI 5, while
 // MPICH's are ints, of which a callee takes the low half. So requests are tested one by one, never as arrays.
-#include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "link/transport.hpp"
 

@@ -16,13 +16,9 @@
 #include <cerrno>
 #include <cstring>
 #include <deque>
-#include <memory>
 #include <mutex>
 #include <set>
-#include <string>
 #include <system_error>
-#include <utility>
-#include <vector>
 
 #include "link/transport.hpp"
 #include "shm/world.hpp"

@@ -26,7 +26,7 @@ struct TransportError : std::runtime_error {
 // What a message is: one tag each.
 enum Tag : int { kRecords, kPartials, kResults };
 inline constexpr int kTags = 4;  // of one world
-// Bytes of a message, and of a record: the link's memory of a chunk, see World::link_bytes.
+// Bytes of a message, and of a record: the link's memory of a chunk, see Layout::link_bytes.
 inline constexpr std::size_t kLongest = std::size_t{4} << 20;
 
 // One thread. Members throw TransportError.
@@ -39,14 +39,13 @@ class Transport {
   virtual Transfer send(int host, int tag, const void* data, std::size_t bytes) = 0;
   // Of up to `bytes`.
   virtual Transfer receive(int host, int tag, void* data, std::size_t bytes) = 0;
-  // Whether it is over; the handle is void then. `received`: the bytes of the message, of a receive that is over.
+  // Whether it is over; the handle is 0 then. `received`: the bytes of the message, of a receive that is over.
   virtual bool test(Transfer& transfer, std::size_t* received = nullptr) = 0;
   // Gives a receive up; it is over when test() says so.
   virtual void cancel(const Transfer& transfer) = 0;
-  // Moves what can be moved. MPI: a message that is sent, as far as test() says, may need more of its sender's calls.
+  // Makes progress. MPI: a message whose send is over may need more calls of its sender.
   virtual void progress() = 0;
-  // Whether a part of a message of that host has come since the last call, as far as it is known: nothing tests true
-  // for that.
+  // True when bytes of that host have arrived since the last call, even if they complete no message.
   virtual bool has_received(int /*host*/) { return false; }
 };
 

@@ -1,12 +1,6 @@
 #include "mxnet/adapter.hpp"
 
 #include <algorithm>
-#include <utility>
-
-#include "base/process.hpp"
-#include "mxnet/error_list.hpp"
-#include "mxnet/refusal.hpp"
-#include "request/messages.hpp"
 
 namespace kvstore_hvd::mxnet {
 namespace {
@@ -16,12 +10,6 @@ std::vector<Array> copy_all(const Api& api, const std::vector<Handle>& handles) 
   arrays.reserve(handles.size());
   for (Handle handle : handles) arrays.push_back(api.copy(handle));
   return arrays;
-}
-
-Status forked(const std::string& prefix) {
-  return Status(ErrorCode::kShutdown, prefix +
-                                          "this is a forked child; only the parent may communicate.\n"
-                                          "  Fix: call the KVStore from the process that created it.");
 }
 
 }  // namespace
@@ -35,44 +23,20 @@ MXNetAdapter::MXNetAdapter(std::shared_ptr<Engine> engine, const std::string& li
   if (!naive) make_room_for_errors(links_.api);
 }
 
-Status MXNetAdapter::pushpull(const std::string& name, const std::string& label, const std::vector<Handle>& inputs,
-                              const std::vector<Handle>& outputs, double prescale, double postscale, int priority,
-                              std::uint64_t group, const StepReduction& how) {
-  Request request;
-  request.name = name;
-  request.label = label;
-  request.prescale = prescale;
-  request.postscale = postscale;
-  request.group = group;
-  request.priority = priority;
-  return push(std::move(request), inputs, outputs, how);
-}
-
-Status MXNetAdapter::pushpull_in_place(const std::string& name, const std::string& label, Handle array, double prescale,
-                                       double postscale, int priority, const StepReduction& how,
-                                       std::optional<std::size_t>& bytes) {
+Status MXNetAdapter::push_in_place(Request request, Handle array, const StepReduction& how,
+                                   std::optional<std::size_t>& bytes) {
   if (links_.naive || array == nullptr || process_id() != owner_ || !api().is_reachable(array)) return Status();
   const std::size_t found = api().bytes_of(array);
   if (found == 0 || !links_.unread->empty() || !engine_->health().ok()) return Status();
   bytes = found;
-  return pushpull(name, label, {array}, {array}, prescale, postscale, priority, 0, how);
-}
-
-Status MXNetAdapter::broadcast(const std::string& name, const std::string& label, Handle array, int root,
-                               int priority) {
-  Request request;
-  request.collective = Collective::kBroadcast;
-  request.name = name;
-  request.label = label;
-  request.root = root;
-  request.priority = priority;
-  return push(std::move(request), {array}, {array}, {});
+  return push(std::move(request), {array}, {array}, how);
 }
 
 std::shared_ptr<const Step> MXNetAdapter::prepare(const std::vector<ToSum>& arrays) const {
   if (links_.naive) return nullptr;
   auto step = std::make_shared<Step>();
-  for (const auto& [name, label, array, priority] : arrays) {
+  for (const auto& [name, label, address, priority] : arrays) {
+    const auto array = reinterpret_cast<Handle>(address);
     if (array == nullptr || !api().is_reachable(array)) return nullptr;
     const std::size_t bytes = api().bytes_of(array);
     if (bytes == 0) return nullptr;
@@ -85,31 +49,31 @@ std::shared_ptr<const Step> MXNetAdapter::prepare(const std::vector<ToSum>& arra
   return step;
 }
 
-Status MXNetAdapter::pushpull(const Step& step, const StepReduction& how) {
-  if (process_id() != owner_) return forked(world() + "allreduce: ");
-  return step.push(links_, world(), how);
+Status MXNetAdapter::push(const Step& step, const StepReduction& how) {
+  if (process_id() != owner_) return Messages::forked(prefix() + "allreduce: ");
+  return step.push(links_, prefix(), how);
 }
 
 Status MXNetAdapter::push(Request request, const std::vector<Handle>& inputs, const std::vector<Handle>& outputs,
                           const StepReduction& how) {
   auto group = std::make_shared<Group>();
   group->title = describe_operation(request);
-  const std::string prefix = world() + group->title + ": ";
-  if (process_id() != owner_) return forked(prefix);
+  const std::string begin = prefix() + group->title + ": ";
+  if (process_id() != owner_) return Messages::forked(begin);
   const auto is_null = [](Handle handle) { return handle == nullptr; };
   if (inputs.empty() || outputs.empty() || std::any_of(inputs.begin(), inputs.end(), is_null) ||
       std::any_of(outputs.begin(), outputs.end(), is_null)) {
-    return Status(ErrorCode::kInvalid, prefix + "an operation needs at least one input and one output.");
+    return Status(ErrorCode::kInvalid, begin + "an operation needs at least one input and one output.");
   }
   std::shared_ptr<Operation> operation;
   try {
     group->members.push_back({request, copy_all(api(), outputs), {}});
     if (inputs != outputs) group->members.front().inputs = copy_all(api(), inputs);
-    operation = std::make_shared<Operation>(links_, group, world(), how);
+    operation = std::make_shared<Operation>(links_, group, prefix(), how);
     return Operation::push(operation);
   } catch (const Error& error) {
     if (operation == nullptr) announce_refused(std::move(request), error.what());
-    return refusal(prefix, error.what());
+    return refusal(begin, error.what());
   }
 }
 
@@ -120,8 +84,6 @@ void MXNetAdapter::announce_refused(Request request, const std::string& why) {
     if (const std::shared_ptr<Engine> engine = owner.lock()) engine->submit(failed);
   });
 }
-
-const std::string& MXNetAdapter::world() const { return engine_->speaker(); }
 
 Handle MXNetAdapter::new_array(const std::vector<std::int64_t>& shape, DType dtype) const {
   const bool is_float = dtype == DType::kFloat16 || dtype == DType::kFloat32 || dtype == DType::kFloat64;
@@ -135,8 +97,6 @@ Handle MXNetAdapter::new_array(const std::vector<std::int64_t>& shape, DType dty
             [arena = arena_, memory] { arena->free(memory); })
       .release();
 }
-
-Status MXNetAdapter::take_unread_error() { return links_.unread->take(api()); }
 
 void MXNetAdapter::after_fork_in_child() {
   // Leaked: another thread of the parent may have held their mutexes, and their arrays belong to the parent's engine.

@@ -6,7 +6,6 @@
 #include <iterator>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 namespace kvstore_hvd::mxnet {
 namespace {
@@ -27,29 +26,6 @@ constexpr std::int32_t kAsync = 4;
 constexpr int kDefaultStorage = 0;
 constexpr int kVersion2 = 20000;
 
-// engine::CallbackOnStart and engine::CallbackOnComplete
-struct Callback {
-  void (*function)(void* engine, void* operation, const void* error);
-  void* engine;
-  void* operation;
-};
-
-// DLManagedTensor begins with its tensor.
-struct DlTensor {
-  void* data;
-  std::int32_t device_type;
-  std::int32_t device_id;
-  std::int32_t dimensions;
-  std::uint8_t kind;
-  std::uint8_t bits;
-  std::uint16_t lanes;
-  std::int64_t* shape;
-  std::int64_t* strides;
-  std::uint64_t byte_offset;
-};
-
-const DlTensor& tensor_of(void* managed) { return *static_cast<const DlTensor*>(managed); }
-
 // DLManagedTensor, with what it refers to.
 struct Lent {
   DlTensor tensor;
@@ -64,27 +40,26 @@ struct Pushed {
   const std::shared_ptr<AsyncOp> op;
   // Plain: MXNet orders the start of an operation before its deletion.
   bool started = false;
-  // Of the pushing thread only. What MXNet deletes within the push it has skipped or refused: the push's result says
-  // which.
+  // Of the pushing thread only. What MXNet deletes within the push was skipped or refused, as its result says.
   const std::thread::id pusher = std::this_thread::get_id();
   bool pushing = true;
   bool deleted = false;
 };
 
-void start(void* parameter, const Callback& complete) {
+void start(void* parameter, const Completion& complete) {
   Pushed& pushed = **static_cast<std::shared_ptr<Pushed>*>(parameter);
   pushed.started = true;
   // Kept beyond the completion, which may delete `pushed`.
   std::shared_ptr<AsyncOp> op = pushed.op;
-  op->start(Completion(complete.function, complete.engine, complete.operation));
+  op->start(complete);
 }
 
-void start_1(void*, void* complete, void* parameter) { start(parameter, *static_cast<const Callback*>(complete)); }
+void start_1(void*, void* complete, void* parameter) { start(parameter, *static_cast<const Completion*>(complete)); }
 
 void start_2(void*, void* on_start, void* complete, void* parameter) {
-  const Callback& begin = *static_cast<const Callback*>(on_start);
+  const Completion& begin = *static_cast<const Completion*>(on_start);
   if (begin.function != nullptr) begin.function(begin.engine, begin.operation, nullptr);
-  start(parameter, *static_cast<const Callback*>(complete));
+  start(parameter, *static_cast<const Completion*>(complete));
 }
 
 void drop(void* parameter) {
@@ -122,51 +97,16 @@ void require(void* library, const char* name, Function& function) {
 
 }  // namespace
 
-void Completion::succeed() const { function_(engine_, operation_, nullptr); }
+void Completion::succeed() const { function(engine, operation, nullptr); }
 
 void Completion::fail(const std::string& text) const {
   // MXNet copies the error as a dmlc::Error, which adds nothing to std::runtime_error.
   const std::runtime_error error(text);
-  // One at a time, see error_list.hpp. MXNet waits for nothing within the call, and what it releases there ends no
-  // other operation.
+  // One at a time, see errors.hpp. MXNet neither waits within the call nor ends another operation.
   static std::mutex mutex;
   const std::lock_guard<std::mutex> lock(mutex);
-  function_(engine_, operation_, &error);
+  function(engine, operation, &error);
 }
-
-Array::~Array() {
-  if (handle_ != nullptr) api_->free_(handle_);
-}
-
-Array& Array::operator=(Array&& other) noexcept {
-  std::swap(api_, other.api_);
-  std::swap(handle_, other.handle_);
-  return *this;
-}
-
-View::~View() {
-  if (tensor_ != nullptr) api_->delete_dlpack_(tensor_);
-}
-
-void* View::data() const {
-  const DlTensor& tensor = tensor_of(tensor_);
-  return tensor.data == nullptr ? nullptr : static_cast<char*>(tensor.data) + tensor.byte_offset;
-}
-
-std::vector<std::int64_t> View::shape() const {
-  const DlTensor& tensor = tensor_of(tensor_);
-  return {tensor.shape, tensor.shape + tensor.dimensions};
-}
-
-std::size_t View::count() const {
-  std::size_t count = 1;
-  for (std::int64_t extent : shape()) count *= static_cast<std::size_t>(extent);
-  return count;
-}
-
-View::Device View::device() const { return static_cast<Device>(tensor_of(tensor_).device_type); }
-View::Kind View::kind() const { return static_cast<Kind>(tensor_of(tensor_).kind); }
-int View::bits() const { return tensor_of(tensor_).bits * tensor_of(tensor_).lanes; }
 
 std::shared_ptr<const Api> Api::load(const std::string& library_path) {
   // Never closed: MXNet cannot be unloaded, and operations may be in flight until the process ends.
@@ -208,7 +148,7 @@ void Api::check(int status) const {
 Array Api::copy(Handle array) const {
   Handle copied = nullptr;
   check(shallow_copy_(array, &copied));
-  return {shared_from_this(), copied};
+  return Array(copied, Release{shared_from_this(), &Api::free_});
 }
 
 bool Api::is_dense(Handle array) const {
@@ -265,7 +205,7 @@ Array Api::lend(void* data, const std::vector<std::int64_t>& shape, View::Kind k
     throw last_error();
   }
   static_cast<void>(lent.release());
-  return {shared_from_this(), array};
+  return Array(array, Release{shared_from_this(), &Api::free_});
 }
 
 View Api::open(Handle array) const {
@@ -276,7 +216,7 @@ View Api::open(Handle array) const {
     make_plain_(const_cast<void*>(chunk_of(array)));
     check(to_dlpack_(array, &tensor));
   }
-  return {shared_from_this(), tensor};
+  return View(std::unique_ptr<void, Release>(tensor, Release{shared_from_this(), &Api::delete_dlpack_}));
 }
 
 void Api::wait_to_read(Handle array) const { check(wait_to_read_(array)); }
@@ -298,6 +238,26 @@ void Api::push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place pl
   if (!pushed->deleted) delete parameter;
   if (!pushed->started) pushed->op->refused(error.what());
   throw error;
+}
+
+std::optional<DType> dtype_of(const View& view) {
+  using Kind = View::Kind;
+  const auto is = [&](Kind kind, int bits) { return view.kind() == kind && view.bits() == bits; };
+  if (is(Kind::kFloat, 32)) return DType::kFloat32;
+  if (is(Kind::kFloat, 16)) return DType::kFloat16;
+  if (is(Kind::kFloat, 64)) return DType::kFloat64;
+  if (is(Kind::kBFloat, 16)) return DType::kBFloat16;
+  if (is(Kind::kInt, 8)) return DType::kInt8;
+  if (is(Kind::kUInt, 8)) return DType::kUInt8;
+  if (is(Kind::kInt, 32)) return DType::kInt32;
+  if (is(Kind::kInt, 64)) return DType::kInt64;
+  return std::nullopt;
+}
+
+std::string describe_unsupported(const View& view) {
+  if (view.kind() == View::Kind::kUInt && view.bits() == 1) return "bool";
+  const char* kind = view.kind() == View::Kind::kInt ? "int" : view.kind() == View::Kind::kUInt ? "uint" : "float";
+  return kind + std::to_string(view.bits());
 }
 
 }  // namespace kvstore_hvd::mxnet

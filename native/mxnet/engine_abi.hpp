@@ -1,16 +1,14 @@
-// MXNet as this package sees it: a handful of functions of the libmxnet.so that Python has already loaded, found at run
-// time. Nothing of MXNet is compiled in, so one binary serves 1.x and 2.x; everything that differs between them, and
-// every memory layout we rely on, stands in this header and its source.
+// MXNet as this package sees it: functions of the libmxnet.so that Python has loaded, found at run time. One binary
+// serves 1.x and 2.x; their differences, and the memory layouts we rely on, are here only.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <stdexcept>
-#include <string>
-#include <utility>
 #include <vector>
+
+#include "base/types.hpp"
 
 namespace kvstore_hvd::mxnet {
 
@@ -23,59 +21,55 @@ class Error : public std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-// Tells MXNet's engine that an operation is over: exactly one of the two calls, once, on any thread, without the GIL.
-// The operation's arrays may be read by others, and its AsyncOp may be released by MXNet, before the call returns.
-class Completion {
- public:
-  Completion() = default;
-  Completion(void (*function)(void*, void*, const void*), void* engine, void* operation)
-      : function_(function), engine_(engine), operation_(operation) {}
-
+// Ends an operation of MXNet's engine: exactly one of the two calls, once, on any thread, without the GIL. Its arrays
+// may be read by others, and its AsyncOp may be released by MXNet, before the call returns. The memory layout is that
+// of engine::CallbackOnComplete and engine::CallbackOnStart.
+struct Completion {
   void succeed() const;
   // `text` becomes the message of the exception that the next read of one of the operation's arrays raises in Python;
   // when it starts with "Name: ", the class is the one registered with MXNet under that name.
   void fail(const std::string& text) const;
 
- private:
-  void (*function_)(void*, void*, const void*) = nullptr;
-  void* engine_ = nullptr;
-  void* operation_ = nullptr;
+  void (*function)(void* engine, void* operation, const void* error) = nullptr;
+  void* engine = nullptr;
+  void* operation = nullptr;
 };
 
-// An operation given to MXNet's engine. Exactly one of the three members is called, once, on a thread of MXNet or the
-// one that pushed it.
+// An operation given to MXNet's engine. One of the members is called, once, on a thread of MXNet or that of the push.
 class AsyncOp {
  public:
   virtual ~AsyncOp() = default;
-  // The arrays are ready and belong to this operation until `completion` is called. Must not wait for other operations
-  // of MXNet.
+  // The arrays belong to this operation until `completion` is called. Must not wait for other operations of MXNet.
   virtual void start(const Completion& completion) noexcept = 0;
   // MXNet gave the operation up because an operation that produces one of its arrays failed.
-  virtual void skipped() noexcept = 0;
-  // MXNet's engine did not take the operation; `why` is MXNet's text. On the thread that pushed it, before Api::push()
-  // throws.
-  virtual void refused(const std::string& why) noexcept = 0;
+  virtual void skipped() noexcept {}
+  // MXNet refused the operation; `why` is MXNet's text. On the thread of the push, before Api::push() throws.
+  virtual void refused(const std::string& /*why*/) noexcept {}
 };
 
 class Api;
 
-// Another handle of the same array: keeps its memory and its engine variable alive. Movable; empty after a move.
-class Array {
- public:
-  Array(std::shared_ptr<const Api> api, Handle handle) : api_(std::move(api)), handle_(handle) {}
-  ~Array();
-  Array(Array&& other) noexcept : api_(std::move(other.api_)), handle_(std::exchange(other.handle_, nullptr)) {}
-  Array& operator=(Array&& other) noexcept;
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
+// What releases a handle of MXNet's.
+struct Release {
+  std::shared_ptr<const Api> api;
+  int (*Api::*function)(void*);
+  void operator()(void* handle) const { static_cast<void>(((*api).*function)(handle)); }
+};
+// Another handle of the same array: keeps its memory and its engine variable alive.
+using Array = std::unique_ptr<void, Release>;
 
-  Handle get() const { return handle_; }
-  // The handle, which the caller frees.
-  Handle release() { return std::exchange(handle_, nullptr); }
-
- private:
-  std::shared_ptr<const Api> api_;
-  Handle handle_;
+// DLManagedTensor begins with its tensor.
+struct DlTensor {
+  void* data;
+  std::int32_t device_type;
+  std::int32_t device_id;
+  std::int32_t dimensions;
+  std::uint8_t kind;
+  std::uint8_t bits;
+  std::uint16_t lanes;
+  std::int64_t* shape;
+  std::int64_t* strides;
+  std::uint64_t byte_offset;
 };
 
 // The memory of an array, kept alive while this exists. Obtained from Api::open.
@@ -85,23 +79,29 @@ class View {
   enum class Device : std::int32_t { kCpu = 1, kGpu = 2, kCpuPinned = 3 };
   enum class Kind : std::uint8_t { kInt = 0, kUInt = 1, kFloat = 2, kBFloat = 4 };
 
-  View(std::shared_ptr<const Api> api, void* tensor) : api_(std::move(api)), tensor_(tensor) {}
-  ~View();
-  View(View&& other) noexcept : api_(std::move(other.api_)), tensor_(std::exchange(other.tensor_, nullptr)) {}
-  View& operator=(View&&) = delete;
-  View(const View&) = delete;
-  View& operator=(const View&) = delete;
+  explicit View(std::unique_ptr<void, Release> tensor) : tensor_(std::move(tensor)) {}
 
-  void* data() const;  // dense, row-major; may be null when there are no elements
-  std::vector<std::int64_t> shape() const;
-  std::size_t count() const;  // elements; 1 for a 0-d array
-  Device device() const;
-  Kind kind() const;
-  int bits() const;  // per element; MXNet's bool is an unsigned integer of 1 bit
+  // Dense, row-major; may be null when there are no elements.
+  void* data() const {
+    return tensor().data == nullptr ? nullptr : static_cast<char*>(tensor().data) + tensor().byte_offset;
+  }
+  std::vector<std::int64_t> shape() const { return {tensor().shape, tensor().shape + tensor().dimensions}; }
+  // Of elements; 1 for a 0-d array.
+  std::size_t count() const {
+    std::size_t count = 1;
+    for (const std::int64_t extent : shape()) count *= static_cast<std::size_t>(extent);
+    return count;
+  }
+  Device device() const { return static_cast<Device>(tensor().device_type); }
+  Kind kind() const { return static_cast<Kind>(tensor().kind); }
+  int bits() const {
+    return tensor().bits * tensor().lanes;
+  }  // of an element; MXNet's bool is an unsigned integer of 1 bit
 
  private:
-  std::shared_ptr<const Api> api_;
-  void* tensor_;
+  const DlTensor& tensor() const { return *static_cast<const DlTensor*>(tensor_.get()); }
+
+  std::unique_ptr<void, Release> tensor_;
 };
 
 // Where an operation starts.
@@ -126,39 +126,33 @@ class Api : public std::enable_shared_from_this<Api> {
   // Throws Error.
   Array copy(Handle array) const;
 
-  // Whether open() can succeed for this array: it has storage, dense. Does not wait, so the array's own operations may
-  // still be in flight. Throws Error.
+  // Whether open() can succeed for this array: it has dense storage. Does not wait for operations on it. Throws Error.
   bool is_dense(Handle array) const;
   // The same, in memory that the CPU reaches.
   bool is_reachable(Handle array) const;
 
-  // The bytes of an array's elements; 0 also when MXNet does not know its shape or this package its dtype. Does not
-  // wait. Throws Error.
+  // Bytes of the elements; 0 also for an unknown shape or unsupported dtype. Does not wait. Throws Error.
   std::size_t bytes_of(Handle array) const;
 
-  // An array on the CPU in memory of ours; `release` is called once MXNet no longer needs it, on whichever thread that
-  // shows. Throws Error; `release` has been called then.
+  // An array on the CPU in memory of ours; `release` is called, on any thread, when MXNet is done with it. Throws
+  // Error.
   Array lend(void* data, const std::vector<std::int64_t>& shape, View::Kind kind, int bits,
              std::function<void()> release) const;
 
-  // Only inside an operation that holds the array (see AsyncOp::start): never waits. An array in one of oneDNN's own
-  // layouts is brought into the plain one in place. Throws std::exception, with MXNet's text.
+  // Only inside an operation that holds the array (see AsyncOp::start): never waits. Converts oneDNN's own layouts to
+  // the plain one in place. Throws std::exception, with MXNet's text.
   View open(Handle array) const;
 
-  // Waits until all operations pushed so far on the array are over; throws Error when one of them failed and nobody has
-  // been told yet. Never with the GIL held or inside an operation.
+  // Waits until all operations pushed so far on the array are over; throws Error when one failed and its error was not
+  // raised yet. Never with the GIL held or inside an operation.
   void wait_to_read(Handle array) const;
 
-  // Has MXNet start `op` at `place` when `arrays` (no two of one chunk) are ready, and keeps others from them until it
-  // completes. Never waits, except with NaiveEngine, which runs the operation at once. `name` is what MXNet's profiler
-  // calls the operation; it must live as long as `op`. Throws Error when MXNet refuses; op->refused() has been called
-  // then.
+  // MXNet starts `op` at `place` when `arrays` (no two of one chunk) are ready, and keeps others from them until it
+  // completes. Never waits, except with NaiveEngine, which runs the operation at once. `name`, for MXNet's profiler,
+  // must live as long as `op`. Throws Error when MXNet refuses, after op->refused().
   void push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place place, int priority, const char* name) const;
 
  private:
-  friend class Array;
-  friend class View;
-
   Api() = default;
   void check(int status) const;
   Error last_error() const;
@@ -181,5 +175,11 @@ class Api : public std::enable_shared_from_this<Api> {
   // Null in a build without oneDNN, which has no other layouts.
   void (*make_plain_)(void* chunk) = nullptr;
 };
+
+// Nothing for a dtype that cannot be reduced.
+std::optional<DType> dtype_of(const View& view);
+
+// How errors name a dtype that cannot be reduced.
+std::string describe_unsupported(const View& view);
 
 }  // namespace kvstore_hvd::mxnet

@@ -2,14 +2,7 @@
 
 #include <algorithm>
 #include <exception>
-#include <optional>
 #include <stdexcept>
-#include <utility>
-
-#include "mxnet/dtypes.hpp"
-#include "mxnet/error_text.hpp"
-#include "mxnet/refusal.hpp"
-#include "request/messages.hpp"
 
 namespace kvstore_hvd::mxnet {
 namespace {
@@ -55,8 +48,8 @@ void check_overlaps(const std::vector<View>& views, std::size_t inputs) {
   }
 }
 
-// MXNet's engine waits for ever when one operation names a chunk twice. Inputs are held like outputs: a layer that only
-// reads its weights may nevertheless rearrange their memory for oneDNN.
+// MXNet's engine deadlocks when one operation names a chunk twice. Inputs are held like outputs: a layer that only
+// reads its weights may rearrange their memory for oneDNN.
 void add_new_chunks(const std::vector<Array>& arrays, std::vector<const void*>& chunks, std::vector<Handle>& handles) {
   for (const Array& array : arrays) {
     const void* chunk = Api::chunk_of(array.get());
@@ -66,16 +59,63 @@ void add_new_chunks(const std::vector<Array>& arrays, std::vector<const void*>& 
   }
 }
 
+class LocalReduction final : public AsyncOp {
+ public:
+  LocalReduction(std::shared_ptr<const Api> api, std::vector<Array> arrays, const Reduction& how, bool naive)
+      : api_(std::move(api)), arrays_(std::move(arrays)), how_(how), naive_(naive) {}
+
+  void start(const Completion& completion) noexcept override {
+    try {
+      carry_out();
+    } catch (const std::exception& error) {
+      failure_ = std::string("a reduction of this worker's own arrays failed: ") + error.what();
+    }
+    // NaiveEngine ignores errors; whoever pushed asks.
+    if (failure_.empty() || naive_) {
+      completion.succeed();
+    } else {
+      completion.fail(failure_);
+    }
+  }
+
+  const std::string& failure() const { return failure_; }
+
+ private:
+  void carry_out() {
+    std::vector<View> views;
+    views.reserve(arrays_.size());
+    for (const Array& array : arrays_) views.push_back(api_->open(array.get()));
+    const std::optional<DType> dtype = dtype_of(views.front());
+    if (!dtype) throw std::runtime_error("the dtype " + describe_unsupported(views.front()) + " cannot be reduced.");
+    std::vector<const void*> inputs;
+    for (const View& view : views) {
+      if (dtype_of(view) != dtype || view.count() != views.front().count())
+        throw std::runtime_error("the arrays differ in dtype or size.");
+      inputs.push_back(view.data());
+    }
+    inputs.pop_back();
+    void* output = views.back().data();
+    Reduction how = how_;
+    how.dtype = *dtype;
+    kvstore_hvd::reduce(how, inputs.data(), static_cast<int>(inputs.size()), &output, 1, views.back().count());
+  }
+
+  const std::shared_ptr<const Api> api_;
+  const std::vector<Array> arrays_;  // the inputs, and the output
+  const Reduction how_;
+  const bool naive_;
+  std::string failure_;
+};
+
+Status failed(const std::string& fact) {
+  return Status(ErrorCode::kInputFailed, fact + "\n  Fix: see that message; the store stays usable.");
+}
+
 }  // namespace
 
-Operation::Operation(const Links& links, std::shared_ptr<const Group> group, std::string world,
+Operation::Operation(const Links& links, std::shared_ptr<const Group> group, std::string prefix,
                      const StepReduction& how)
-    : links_(links),
-      group_(std::move(group)),
-      world_(std::move(world)),
-      how_(how),
-      pending_(members().size()),
-      failed_(members().size()) {}
+    : links_(links), group_(std::move(group)), prefix_(std::move(prefix)), how_(how) {}
 
 Status Operation::push(const std::shared_ptr<Operation>& operation) {
   Operation& self = *operation;
@@ -85,8 +125,8 @@ Status Operation::push(const std::shared_ptr<Operation>& operation) {
     add_new_chunks(member.inputs, chunks, handles);
     add_new_chunks(member.outputs, chunks, handles);
   }
-  // While another operation waits for its arrays, this one will probably wait for its own. The first to wait, in a
-  // training, is the one whose gradient is ready last: it may as well wait behind computation.
+  // While another operation waits for its arrays, this one will probably wait, too. The first to wait, in a training,
+  // is the one whose gradient is ready last: it may wait behind computation.
   const Place place = self.links_.turns->all_used() ? Place::kHere : Place::kCommunication;
   self.turns_.reserve(self.members().size());
   for (const Member& member : self.members()) self.turns_.push_back(self.links_.turns->take(member.request.name));
@@ -105,9 +145,12 @@ void Operation::start(const Completion& completion) noexcept {
 }
 
 void Operation::skipped() noexcept {
-  // MXNet has completed the operation with the error of the one that failed. What is left is to tell the other ranks,
-  // and our own caller, should nobody read the arrays.
-  links_.unread->add(written_by(0), failed_input(prefix_of(0), others()));
+  // MXNet has completed the operation with the error of the one that failed.
+  links_.unread->add(
+      written_by(0),
+      Status(ErrorCode::kInputFailed,
+             prefix_of(0) + "an operation that should have produced an input" + others() +
+                 " failed.\n  Fix: see that operation's own error, which MXNet raises where its result is read."));
   announce_failed([this](Request request) {
     request.input_failure =
         "an operation that should have produced its input" + others() + " failed; that rank raises the error of it.";
@@ -213,7 +256,63 @@ std::string Operation::others() const {
 }
 
 std::string Operation::prefix_of(std::size_t place) const {
-  return world_ + describe_operation(members()[place].request) + ": ";
+  return prefix_ + describe_operation(members()[place].request) + ": ";
+}
+
+void Step::add(std::string name, std::string label, Array gradient, std::int32_t priority, std::size_t bytes) {
+  const void* chunk = Api::chunk_of(gradient.get());
+  const bool is_small = bytes <= kSmall;
+  // Two gradients in the same memory are two operations, which MXNet carries out one after the other.
+  const bool joins = is_small && !chunks_.empty() && chunks_.size() < kMost &&
+                     std::find(chunks_.begin(), chunks_.end(), chunk) == chunks_.end();
+  if (!joins) {
+    groups_.push_back(std::make_shared<Group>());
+    chunks_.clear();
+  }
+  Group& group = *groups_.back();
+  Member member;
+  member.request.name = std::move(name);
+  member.request.label = std::move(label);
+  member.request.priority = priority;
+  member.outputs.push_back(std::move(gradient));
+  group.members.push_back(std::move(member));
+  if (is_small) chunks_.push_back(chunk);
+  group.title = describe_operation(group.members.front().request);
+  if (group.members.size() > 1) group.title += " and " + std::to_string(group.members.size() - 1) + " more";
+}
+
+Status Step::push(const Links& links, const std::string& prefix, const StepReduction& how) const {
+  std::string title, why;  // of the first one that was refused
+  std::size_t refused = 0;
+  for (const std::shared_ptr<Group>& group : groups_) {
+    try {
+      static_cast<void>(Operation::push(std::make_shared<Operation>(links, group, prefix, how)));
+    } catch (const Error& error) {
+      if (refused++ > 0) continue;
+      title = group->title;
+      why = error.what();
+    }
+  }
+  return refused == 0 ? Status() : refusal(prefix + title + ": ", why, refused - 1);
+}
+
+LocalReductions::LocalReductions(const std::string& library_path, bool naive)
+    : api_(Api::load(library_path)), naive_(naive) {}
+
+Status LocalReductions::reduce(const std::vector<Handle>& inputs, Handle output, const Reduction& how) const {
+  std::vector<Array> arrays;
+  std::vector<Handle> unique;
+  std::vector<const void*> chunks;
+  try {
+    for (Handle input : inputs) arrays.push_back(api_->copy(input));
+    arrays.push_back(api_->copy(output));
+    add_new_chunks(arrays, chunks, unique);
+    auto operation = std::make_shared<LocalReduction>(api_, std::move(arrays), how, naive_);
+    api_->push(operation, std::move(unique), Place::kComputation, 0, "local reduction");
+    return naive_ && !operation->failure().empty() ? failed(operation->failure()) : Status();
+  } catch (const Error& error) {
+    return failed(std::string("MXNet refused a reduction of this worker's own arrays: ") + first_line(error.what()));
+  }
 }
 
 }  // namespace kvstore_hvd::mxnet

@@ -1,24 +1,13 @@
-// Collective operations on MXNet arrays as one operation of MXNet's engine: it starts when all of its arrays are ready,
-// and is over when the last collective is. The ranks match every collective by its own name, so they may group
-// differently.
+// Collective operations on MXNet arrays as operations of MXNet's engine: one by one, or all gradients of a step.
 #pragma once
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
 #include <functional>
-#include <memory>
 #include <mutex>
-#include <string>
 #include <thread>
-#include <vector>
 
-#include "base/status.hpp"
 #include "engine/engine.hpp"
-#include "mxnet/engine_abi.hpp"
+#include "mxnet/errors.hpp"
 #include "mxnet/turns.hpp"
-#include "mxnet/unread_errors.hpp"
-#include "request/request.hpp"
 
 namespace kvstore_hvd::mxnet {
 
@@ -29,7 +18,7 @@ struct Member {
   std::vector<Array> inputs;  // none: the outputs are the inputs
 };
 
-// What one operation carries. Immutable once it has been pushed; then it may be pushed any number of times.
+// The collectives of an operation. Immutable once it has been pushed; may be pushed any number of times.
 struct Group {
   std::vector<Member> members;
   std::string title;  // how MXNet's profiler names it
@@ -53,10 +42,12 @@ struct Links {
   bool naive = false;
 };
 
+// One or several collectives: it starts when all of its arrays are ready, and is over when the last collective is. The
+// ranks match every collective by its own name, so they may group differently.
 class Operation final : public AsyncOp, public std::enable_shared_from_this<Operation> {
  public:
-  // `world`: how errors that arise here begin.
-  Operation(const Links& links, std::shared_ptr<const Group> group, std::string world, const StepReduction& how);
+  // `prefix`: how errors that arise here begin.
+  Operation(const Links& links, std::shared_ptr<const Group> group, std::string prefix, const StepReduction& how);
 
   // Hands the operation to MXNet. Returns how it ended where MXNet is naive. Throws Error when MXNet refuses it; it has
   // been announced as failed then.
@@ -68,31 +59,71 @@ class Operation final : public AsyncOp, public std::enable_shared_from_this<Oper
 
  private:
   const std::vector<Member>& members() const { return group_->members; }
-  Request request_of(std::size_t place) const;
-  Request with_arrays(std::size_t place) const;
-  void submit(std::size_t place);
+  Request request_of(std::size_t i) const;
+  Request with_arrays(std::size_t i) const;
+  void submit(std::size_t i);
   // Tells the other ranks, each collective in its turn, that it failed here.
   void announce_failed(const std::function<Request(Request)>& failed);
-  void finish(std::size_t place, const Status& status);
+  void finish(std::size_t i, const Status& status);
   // An array of the group, and the group with it.
-  std::shared_ptr<const Array> written_by(std::size_t place) const;
-  // What an error adds that one of several collectives may be to blame for: MXNet does not say which.
+  std::shared_ptr<const Array> written_by(std::size_t i) const;
+  // For errors of a group, of which MXNet does not say which collective failed.
   std::string others() const;
-  std::string prefix_of(std::size_t place) const;
+  std::string prefix_of(std::size_t i) const;
 
   const Links links_;
   const std::shared_ptr<const Group> group_;
-  const std::string world_;
+  const std::string prefix_;
   const StepReduction how_;
   const std::thread::id pusher_ = std::this_thread::get_id();
   std::vector<std::uint64_t> turns_;
 
   Completion completion_;
-  std::atomic<std::size_t> pending_;
+  std::atomic<std::size_t> pending_{members().size()};
   std::mutex mutex_;
   // Under mutex_: the first of the group that failed, and how.
-  std::size_t failed_;
+  std::size_t failed_ = members().size();
   Status status_;
+};
+
+// All gradients of a Trainer's step as operations of MXNet's engine: what is the same in every step is prepared once,
+// and small gradients share an operation, which costs several times what their sum does.
+//
+// Immutable once all gradients are added; may be pushed any number of times, from any thread.
+class Step {
+ public:
+  // A gradient that is reduced in place. They keep their order. `bytes`: of the array's elements.
+  void add(std::string name, std::string label, Array gradient, std::int32_t priority, std::size_t bytes);
+
+  // Hands everything to MXNet. `prefix`: how errors that arise here begin. Returns the first refusal, see errors.hpp;
+  // the gradients of other operations were handed over then.
+  Status push(const Links& links, const std::string& prefix, const StepReduction& how) const;
+
+  // A group waits for the last of its gradients: so it takes at most kMost neighbours of up to kSmall bytes.
+  static constexpr std::size_t kSmall = 16 << 10;
+  static constexpr std::size_t kMost = 8;
+
+ private:
+  std::vector<std::shared_ptr<Group>> groups_;
+  std::vector<const void*> chunks_;  // of the last group, if its gradients are small
+};
+
+// Reductions of one rank's own arrays, for a world of one: with the kernels that several ranks reduce with, so that the
+// results have the same bits. Any thread; without the GIL.
+class LocalReductions {
+ public:
+  // As MXNetAdapter. Throws Error.
+  LocalReductions(const std::string& library_path, bool naive);
+
+  // Reduces `inputs` in order into `output`, which may be one of them; on one of MXNet's threads once the arrays are
+  // ready, or at once with NaiveEngine. The dtype is that of the arrays, not of `how`. All are dense, on the CPU, of
+  // equal dtype and number of elements. What fails is raised by the next read of `output`; with NaiveEngine, and when
+  // MXNet refuses the operation, it is returned.
+  Status reduce(const std::vector<Handle>& inputs, Handle output, const Reduction& how) const;
+
+ private:
+  std::shared_ptr<const Api> api_;
+  const bool naive_;
 };
 
 }  // namespace kvstore_hvd::mxnet

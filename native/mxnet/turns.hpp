@@ -16,11 +16,10 @@ namespace kvstore_hvd::mxnet {
 // All members may be called from any thread.
 class Turns {
  public:
-  // The caller's turn among the operations of `name`. Each turn taken must be used, or those after it never come.
+  // The caller's turn among the operations of `name`. Each turn must be used, or the turns after it never come.
   std::uint64_t take(const std::string& name);
 
-  // Calls `step` once all turns taken before this one have been used: here and now, or on the thread that uses the last
-  // of them. `step` must not block.
+  // Calls `step`, which must not block, once all earlier turns have been used: here, or on the thread of the last one.
   void use(const std::string& name, std::uint64_t turn, std::function<void()> step);
 
   // Ready once all turns of `name` that were taken before this call have been used.

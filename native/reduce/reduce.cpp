@@ -3,8 +3,6 @@
 #include <atomic>
 #include <cstring>
 
-#include "reduce/reduce_kernels.hpp"
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <xmmintrin.h>

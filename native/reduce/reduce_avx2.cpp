@@ -1,5 +1,5 @@
 // Compiled with -mavx2 -mf16c; without them (or for another architecture) the build has no such kernel.
-#include "reduce/reduce_kernels.hpp"
+#include "reduce/reduce.hpp"
 
 #if defined(__AVX2__) && defined(__F16C__)
 
@@ -33,15 +33,10 @@ struct Avx2 : CopiedTails {
 }  // namespace
 
 Kernels avx2_kernels() { return {&reduce_with<Avx2>, &convert_with<Avx2>}; }
-
-}  // namespace kvstore_hvd::detail
-
 #else
-
 namespace kvstore_hvd::detail {
 
 Kernels avx2_kernels() { return {}; }
+#endif
 
 }  // namespace kvstore_hvd::detail
-
-#endif

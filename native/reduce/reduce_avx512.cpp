@@ -1,6 +1,6 @@
 // Compiled with -mavx512f -mavx512bw -mavx512vl -mavx512dq -mf16c; without them (or for another architecture) the build
 // has no such kernel.
-#include "reduce/reduce_kernels.hpp"
+#include "reduce/reduce.hpp"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
 
@@ -17,8 +17,7 @@ struct Avx512 {
   using H = Halves<kVectorBytes>;
   using W = Words<kVectorBytes>;
 
-  // The forms without a mask make GCC 12 warn of an uninitialised variable in its own header; these compile to the
-  // same.
+  // The forms without a mask make GCC 12 warn of a variable in its own header; these compile to the same.
   static F widen_half(H half) { return bit_cast<F>(_mm512_maskz_cvtph_ps(kAll, bit_cast<__m256i>(half))); }
   static H narrow_half(F value) {
     return bit_cast<H>(_mm512_maskz_cvtps_ph(kAll, bit_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
@@ -52,15 +51,10 @@ struct Avx512 {
 }  // namespace
 
 Kernels avx512_kernels() { return {&reduce_with<Avx512>, &convert_with<Avx512>}; }
-
-}  // namespace kvstore_hvd::detail
-
 #else
-
 namespace kvstore_hvd::detail {
 
 Kernels avx512_kernels() { return {}; }
+#endif
 
 }  // namespace kvstore_hvd::detail
-
-#endif

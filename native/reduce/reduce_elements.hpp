@@ -180,8 +180,7 @@ struct BFloat16 : FloatArithmetic<float, Isa::kVectorBytes> {
   }
 };
 
-// A type of halves whose products with the first factor are rounded before they are combined, as they are where an
-// array is scaled in memory.
+// A type of halves whose products with the first factor are rounded, as in memory, before they are combined.
 template <class Type>
 struct RoundedProducts : Type {
   static typename Type::Reg prescaled(typename Type::Reg a, double scale) {

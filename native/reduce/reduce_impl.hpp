@@ -9,36 +9,11 @@
 #include <cstddef>
 #include <cstring>
 
+#include "reduce/reduce.hpp"
 #include "reduce/reduce_elements.hpp"
-#include "reduce/reduce_kernels.hpp"
 
 namespace kvstore_hvd::detail {
 namespace {
-
-struct Sum {
-  template <class Type>
-  static typename Type::Reg combine(typename Type::Reg a, typename Type::Reg b) {
-    return Type::add(a, b);
-  }
-};
-struct Min {
-  template <class Type>
-  static typename Type::Reg combine(typename Type::Reg a, typename Type::Reg b) {
-    return Type::minimum(a, b);
-  }
-};
-struct Max {
-  template <class Type>
-  static typename Type::Reg combine(typename Type::Reg a, typename Type::Reg b) {
-    return Type::maximum(a, b);
-  }
-};
-struct Product {
-  template <class Type>
-  static typename Type::Reg combine(typename Type::Reg a, typename Type::Reg b) {
-    return Type::multiply(a, b);
-  }
-};
 
 // Sums of a few arrays: pointers and accumulators stay in registers.
 template <int kInputs, int kOutputs>
@@ -94,9 +69,9 @@ struct PartOfVector {
   std::size_t bytes;
 };
 
-// kVectors consecutive vectors of every array, `offset` bytes from its start. All are read before any is written:
-// outputs may be inputs.
-template <class Type, class Op, bool kScaled, int kVectors, class Arrays, class Memory>
+// kVectors vectors of every array, `offset` bytes from its start. All are read before any is written, for outputs in
+// place.
+template <class Type, auto kCombine, bool kScaled, int kVectors, class Arrays, class Memory>
 inline __attribute__((always_inline)) void reduce_strip(const Reduction& reduction, const Arrays& arrays,
                                                         std::size_t offset, Memory memory) {
   using Raw = typename Type::Raw;
@@ -108,7 +83,7 @@ inline __attribute__((always_inline)) void reduce_strip(const Reduction& reducti
   typename Type::Reg accumulators[kVectors] = {};  // initialised for GCC 12, which cannot see that it is filled
   for (int v = 0; v < kVectors; ++v) accumulators[v] = get(0, v);
   for (int i = 1; i < arrays.n_inputs(); ++i) {
-    for (int v = 0; v < kVectors; ++v) accumulators[v] = Op::template combine<Type>(accumulators[v], get(i, v));
+    for (int v = 0; v < kVectors; ++v) accumulators[v] = kCombine(accumulators[v], get(i, v));
   }
   Raw results[kVectors];
   for (int v = 0; v < kVectors; ++v) {
@@ -120,7 +95,8 @@ inline __attribute__((always_inline)) void reduce_strip(const Reduction& reducti
   }
 }
 
-template <class Isa, class Type, class Op, bool kScaled, class Arrays>
+// `kCombine`: what is done with two vectors.
+template <class Isa, class Type, auto kCombine, bool kScaled, class Arrays>
 void reduce_arrays(const Reduction& caller_reduction, const Arrays& caller_arrays, std::size_t count) {
   // Copied, like the pointers of FewArrays, so that they can stay in registers across stores.
   const Reduction reduction = caller_reduction;
@@ -130,15 +106,15 @@ void reduce_arrays(const Reduction& caller_reduction, const Arrays& caller_array
   const std::size_t bytes = count * sizeof(typename Type::Element);
   std::size_t offset = 0;
   for (; bytes - offset >= kStrip; offset += kStrip) {
-    reduce_strip<Type, Op, kScaled, Arrays::kVectors>(reduction, arrays, offset, WholeVector<Type>());
+    reduce_strip<Type, kCombine, kScaled, Arrays::kVectors>(reduction, arrays, offset, WholeVector<Type>());
   }
   if constexpr (Arrays::kVectors > 1) {
     for (; bytes - offset >= kVector; offset += kVector) {
-      reduce_strip<Type, Op, kScaled, 1>(reduction, arrays, offset, WholeVector<Type>());
+      reduce_strip<Type, kCombine, kScaled, 1>(reduction, arrays, offset, WholeVector<Type>());
     }
   }
   if (offset == bytes) return;
-  reduce_strip<Type, Op, kScaled, 1>(reduction, arrays, offset, PartOfVector<Isa, Type>{bytes - offset});
+  reduce_strip<Type, kCombine, kScaled, 1>(reduction, arrays, offset, PartOfVector<Isa, Type>{bytes - offset});
 }
 
 // Returns false when it has no kernel for these numbers of arrays.
@@ -146,7 +122,7 @@ template <class Isa, class Type, bool kScaled>
 bool sum_few(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs, int n_outputs,
              std::size_t count) {
   const auto sum = [&](const auto& arrays) {
-    reduce_arrays<Isa, Type, Sum, kScaled>(reduction, arrays, count);
+    reduce_arrays<Isa, Type, &Type::add, kScaled>(reduction, arrays, count);
     return true;
   };
   if (n_outputs == 1) {
@@ -166,13 +142,13 @@ void reduce_many(const Reduction& reduction, const ManyArrays& arrays, std::size
   switch (reduction.op) {
     case ReduceOp::kSum:
     case ReduceOp::kAverage:
-      return reduce_arrays<Isa, Type, Sum, kScaled>(reduction, arrays, count);
+      return reduce_arrays<Isa, Type, &Type::add, kScaled>(reduction, arrays, count);
     case ReduceOp::kMin:
-      return reduce_arrays<Isa, Type, Min, kScaled>(reduction, arrays, count);
+      return reduce_arrays<Isa, Type, &Type::minimum, kScaled>(reduction, arrays, count);
     case ReduceOp::kMax:
-      return reduce_arrays<Isa, Type, Max, kScaled>(reduction, arrays, count);
+      return reduce_arrays<Isa, Type, &Type::maximum, kScaled>(reduction, arrays, count);
     case ReduceOp::kProduct:
-      return reduce_arrays<Isa, Type, Product, kScaled>(reduction, arrays, count);
+      return reduce_arrays<Isa, Type, &Type::multiply, kScaled>(reduction, arrays, count);
   }
 }
 
@@ -190,22 +166,19 @@ template <class Isa>
 bool sum_as_half(const Reduction& reduction, const void* const* inputs, int n_inputs, void* const* outputs,
                  int n_outputs, std::size_t count) {
   if (!reduction.as_half || (reduction.op != ReduceOp::kSum && reduction.op != ReduceOp::kAverage)) return false;
+  if (reduction.dtype != DType::kFloat32 && reduction.dtype != DType::kFloat64) return false;
   const ManyArrays arrays(inputs, n_inputs, outputs, n_outputs);
+  const auto as = [&](auto type) {
+    using Type = decltype(type);
+    using Rounded = RoundedProducts<Type>;
+    if (reduction.prescale != 1.0) return reduce_arrays<Isa, Rounded, &Rounded::add, true>(reduction, arrays, count);
+    reduce_arrays<Isa, Type, &Type::add, true>(reduction, arrays, count);
+  };
   if (reduction.dtype == DType::kFloat64) {
-    using Type = Float64AsHalf<Isa>;
-    if (reduction.prescale != 1.0) {
-      reduce_arrays<Isa, RoundedProducts<Type>, Sum, true>(reduction, arrays, count);
-    } else {
-      reduce_arrays<Isa, Type, Sum, true>(reduction, arrays, count);
-    }
-    return true;
-  }
-  if (reduction.dtype != DType::kFloat32) return false;
-  using Type = Float32AsHalf<Isa>;
-  if (reduction.prescale != 1.0) {
-    reduce_arrays<Isa, RoundedProducts<Type>, Sum, true>(reduction, arrays, count);
-  } else if (!sum_few<Isa, Type, true>(reduction, inputs, n_inputs, outputs, n_outputs, count)) {
-    reduce_arrays<Isa, Type, Sum, true>(reduction, arrays, count);
+    as(Float64AsHalf<Isa>());
+  } else if (reduction.prescale != 1.0 ||
+             !sum_few<Isa, Float32AsHalf<Isa>, true>(reduction, inputs, n_inputs, outputs, n_outputs, count)) {
+    as(Float32AsHalf<Isa>());
   }
   return true;
 }

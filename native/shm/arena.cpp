@@ -7,10 +7,6 @@
 #include <cerrno>
 #include <iterator>
 #include <system_error>
-#include <utility>
-
-#include "base/process.hpp"
-#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -33,7 +29,7 @@ void write_nothing_new(char* memory) {
 Arena::Arena(std::shared_ptr<Segment> segment, int rank)
     : segment_(std::move(segment)),
       base_(segment_->world().arena(rank)),
-      capacity_(segment_->world().arena_bytes),
+      capacity_(segment_->world().layout.arena_bytes),
       place_in_segment_(base_ - segment_->world().base()),
       owner_(process_id()) {
   if (capacity_ == 0) return;
@@ -115,8 +111,7 @@ std::size_t Arena::used() const {
 }
 
 // Maps a private copy of what was ever in use, in its place: where the system does not overcommit, all of an arena
-// would be charged. Each page is copied at the first write to it. Nothing can be read or written beyond. Returns errno,
-// or 0.
+// would be charged. Each page is copied at the first write to it. An access beyond faults. Returns errno, or 0.
 int Arena::map_privately() {
   const std::size_t page = page_size();
   const std::size_t extent = (extent_.load(std::memory_order_relaxed) + page - 1) / page * page;

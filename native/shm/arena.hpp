@@ -1,16 +1,10 @@
-// One rank's arena: memory for arrays that the other ranks of the host read and write in place.
-//
-// Arrays in it look like any others to this process. A collective on arrays that lie in the arena of every rank needs
-// no staging memory.
+// One rank's arena: memory for arrays that the other ranks of the host read and write in place. A collective on arrays
+// that lie in the arenas of all ranks needs no staging memory.
 #pragma once
 
 #include <sys/types.h>
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
 #include <map>
-#include <memory>
 #include <mutex>
 #include <unordered_map>
 
@@ -22,36 +16,31 @@ namespace kvstore_hvd {
 class Arena {
  public:
   Arena(std::shared_ptr<Segment> segment, int rank);
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
 
-  // Memory for `bytes` >= 0 bytes, aligned to kAlignment, of unspecified content; null when the arena is full, and in a
-  // forked child.
+  // Memory for `bytes` >= 0 bytes, aligned to kAlignment; null when the arena is full, and in a forked child.
   void* allocate(std::size_t bytes);
   // `memory` came from allocate().
   void free(void* memory);
 
-  // The world is left: there is no memory for new arrays, and the segment goes with the last one that lies here; at
-  // once if there is none.
+  // The world is left: no memory for new arrays, and the segment is released with the last array that lies here.
   void retire();
 
   bool contains(const void* memory) const;
   std::size_t capacity() const { return capacity_; }
   std::size_t used() const;
 
-  // The world is lost: gives this process a copy in place of the memory that others can write to. From then on there is
-  // no memory for new arrays. False, and nothing changes, where the system has no memory for a copy.
+  // The world is lost: gives this process a private copy in place of the shared memory. From then on there is no memory
+  // for new arrays. False, and nothing changes, where the system has no memory for a copy.
   bool isolate();
 
-  // In a forked child, once: gives it memory of its own in place of the parent's. Its content is the parent's at the
-  // first access to a page, or later as long as the child only reads. Throws std::system_error; then no access is
-  // possible at all.
+  // In a forked child, once: gives it private memory in place of the parent's, with the parent's content at the first
+  // access to a page, or later as long as the child only reads. Throws std::system_error; then every access faults.
   void after_fork_in_child();
 
   static constexpr std::size_t kAlignment = 128;
 
  private:
-  // With the mutex held. What to let go of, once it is released: a segment is unmapped with its last owner.
+  // With the mutex held. Returns the segment if it is to be released, after the mutex.
   std::shared_ptr<Segment> take_unused();
   int map_privately();
 
@@ -63,7 +52,7 @@ class Arena {
   mutable std::mutex mutex_;
   bool is_retired_ = false;
   std::atomic<bool> is_isolated_{false};  // changes under mutex_, which a forked child cannot take
-  // Whether the memory is gone. Relaxed, as extent_; and who asks for what is in it has an array there, or has none.
+  // Whether the memory is gone. Relaxed, as extent_: an array that lies here keeps it.
   std::atomic<bool> is_gone_{false};
   std::size_t used_ = 0;
   // No array ever reached beyond. Relaxed: a child has what its parent's thread saw before the fork.

@@ -2,7 +2,9 @@
 
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/ioctl.h>
 #include <sys/syscall.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,11 +15,35 @@
 #include <system_error>
 #include <thread>
 
-#include "shm/describe.hpp"
-#include "shm/process_end.hpp"
-
 namespace kvstore_hvd {
 namespace {
+
+constexpr int kAttempts = 300;
+constexpr std::chrono::milliseconds kPause{1};
+
+std::optional<int> wait_status(const std::function<ExitAnswer()>& kernel,
+                               const std::function<std::optional<int>()>& zombie) {
+  for (int attempt = 0; attempt < kAttempts; ++attempt) {
+    const ExitAnswer answer = kernel();
+    if (answer.kind == ExitAnswer::kKnown) return answer.status;
+    const auto status = zombie();
+    if (status && *status != 0) return status;
+    if (answer.kind == ExitAnswer::kNever) return std::nullopt;
+    std::this_thread::sleep_for(kPause);
+  }
+  return std::nullopt;
+}
+
+std::string signal_name(int number) {
+  constexpr std::pair<int, const char*> kNames[] = {{SIGABRT, "SIGABRT"}, {SIGBUS, "SIGBUS"},   {SIGFPE, "SIGFPE"},
+                                                    {SIGHUP, "SIGHUP"},   {SIGILL, "SIGILL"},   {SIGINT, "SIGINT"},
+                                                    {SIGKILL, "SIGKILL"}, {SIGPIPE, "SIGPIPE"}, {SIGQUIT, "SIGQUIT"},
+                                                    {SIGSEGV, "SIGSEGV"}, {SIGTERM, "SIGTERM"}};
+  for (const auto& [signal, name] : kNames) {
+    if (signal == number) return name;
+  }
+  return "signal " + std::to_string(number);
+}
 
 // How often to look for ranks that join.
 constexpr std::chrono::milliseconds kJoinTick{5};
@@ -78,6 +104,35 @@ std::optional<int> zombie_status(const RankState& state) {
 
 }  // namespace
 
+ExitAnswer ask_kernel(int pidfd) {
+  // struct pidfd_info of pidfd(2), as far as every kernel that has it.
+  struct {
+    std::uint64_t mask, cgroup;
+    std::uint32_t ids[11];
+    std::int32_t exit_code;
+  } info{};
+  static_assert(sizeof(info) == 64);
+  constexpr std::uint64_t kExit = 1 << 3;
+  constexpr unsigned long kGetInfo = _IOC(_IOC_READ | _IOC_WRITE, 0xff, 11, sizeof(info));
+  info.mask = kExit;
+  if (pidfd < 0) return {};
+  int result = -1;
+  do {
+    result = ioctl(pidfd, kGetInfo, &info);
+  } while (result != 0 && errno == EINTR);
+  // ENOTTY, EINVAL: before Linux 6.13. ESRCH: before 6.15, and the process is reaped. Others: a sandbox.
+  if (result != 0) return {};
+  if ((info.mask & kExit) != 0) return {ExitAnswer::kKnown, info.exit_code};
+  return {ExitAnswer::kNotYet, 0};
+}
+
+std::string describe_end(const std::function<ExitAnswer()>& kernel, const std::function<std::optional<int>()>& zombie) {
+  const auto status = wait_status(kernel, zombie);
+  if (!status) return "died";
+  if (WIFSIGNALED(*status)) return "died (" + signal_name(WTERMSIG(*status)) + ")";
+  return "exited with code " + std::to_string(WEXITSTATUS(*status));
+}
+
 Liveness::Liveness(World& world, int rank, const std::string& host, bool watch)
     : world_(world), rank_(rank), watch_(watch), wake_fd_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)), peers_(world.ranks) {
   if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "creating an eventfd");
@@ -90,8 +145,8 @@ Liveness::Liveness(World& world, int rank, const std::string& host, bool watch)
   self.host[name.size()] = '\0';
   // Release: publishes pid, start time and host.
   self.presence.store(Presence::kJoined, std::memory_order_release);
-  const auto limit = std::chrono::steady_clock::now() + kJoinLimit;
-  for (open_new_peers(); watch_ && !all_joined_ && std::chrono::steady_clock::now() < limit; open_new_peers()) {
+  const auto limit = Clock::now() + kJoinLimit;
+  for (open_new_peers(); watch_ && !all_joined_ && Clock::now() < limit; open_new_peers()) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
 }
@@ -122,9 +177,9 @@ void Liveness::open_new_peers() {
     RankState& state = world_.rank(r);
     // Acquire: pid and start time are complete.
     const Presence presence = state.presence.load(std::memory_order_acquire);
-    if (presence == Presence::kLeft) peer.settled = true;
+    if (presence == Presence::kLeft) peer.ignored = true;
     if (presence == Presence::kAbsent) all_joined_ = false;
-    if (r == rank_ || peer.settled || peer.pidfd >= 0 || presence != Presence::kJoined) continue;
+    if (r == rank_ || peer.ignored || peer.pidfd >= 0 || presence != Presence::kJoined) continue;
     peer.pidfd = static_cast<int>(syscall(SYS_pidfd_open, state.pid, 0));
     // A table of descriptors that is full now may have room later.
     if (peer.pidfd < 0 && (errno == EMFILE || errno == ENFILE)) all_watched_ = false;
@@ -142,14 +197,13 @@ std::optional<Liveness::Death> Liveness::find_death() {
     const RankState& state = world_.rank(r);
     // Acquire: pid and start time are complete.
     const Presence presence = state.presence.load(std::memory_order_acquire);
-    if (presence == Presence::kLeft) peer.settled = true;
-    if (r == rank_ || peer.settled || presence != Presence::kJoined) continue;
+    if (presence == Presence::kLeft) peer.ignored = true;
+    if (r == rank_ || peer.ignored || presence != Presence::kJoined) continue;
     pollfd request{peer.pidfd, POLLIN, 0};
     const bool signalled = peer.pidfd >= 0 && ::poll(&request, 1, 0) > 0;
-    // Without a pidfd (an old kernel, a sandbox, no descriptor left, or a process that ended before we looked) the
-    // process table tells.
+    // Without a pidfd (an old kernel, a sandbox, no descriptor, or an early end) the process table tells.
     if (!signalled && (peer.pidfd >= 0 || !has_ended(state))) continue;
-    peer.settled = true;
+    peer.ignored = true;
     // A rank that left in good order may have done so after the look above.
     if (state.presence.load(std::memory_order_acquire) == Presence::kLeft) continue;
     return Death{r, describe_end([&] { return ask_kernel(peer.pidfd); }, [&] { return zombie_status(state); })};
@@ -179,7 +233,7 @@ std::optional<Liveness::Death> Liveness::poll(std::chrono::milliseconds limit) {
     if (!all_joined_ || !all_watched_) open_new_peers();
     if (!all_joined_) limit = std::min(limit, kJoinTick);
     for (const Peer& peer : peers_) {
-      if (peer.pidfd >= 0 && !peer.settled) requests.push_back({peer.pidfd, POLLIN, 0});
+      if (peer.pidfd >= 0 && !peer.ignored) requests.push_back({peer.pidfd, POLLIN, 0});
     }
   }
   ::poll(requests.data(), requests.size(), static_cast<int>(limit.count()));

@@ -1,12 +1,9 @@
-// Watches the processes of the other ranks, through pidfds: unlike kill(pid, 0) they tell a dead process from a zombie
-// that nobody has reaped, and never mistake another process for it. A rank counts as dead only when that is proved;
-// what merely cannot be looked at, because no descriptor is left for it, is looked at again.
+// Watches the processes of the other ranks, through pidfds: unlike kill(pid, 0) they tell a dead process from a zombie,
+// and never mistake another process for it. A rank counts as dead only when that is proved; a process for which no
+// descriptor is left is looked at again.
 #pragma once
 
-#include <chrono>
-#include <optional>
-#include <string>
-#include <vector>
+#include <functional>
 
 #include "shm/world.hpp"
 
@@ -25,8 +22,7 @@ class Liveness {
     std::string how;  // "died (SIGKILL)", "exited with code 3", "died"
   };
 
-  // Waits up to `limit` for interrupt() or for the death of a rank that had not left in good order; each death is
-  // reported once.
+  // Waits up to `limit` for interrupt() or the death of a rank that had not left; each death is reported once.
   std::optional<Death> poll(std::chrono::milliseconds limit);
 
   // Whether the process of a rank of this host is stopped, by a signal or a debugger.
@@ -43,7 +39,7 @@ class Liveness {
  private:
   struct Peer {
     int pidfd = -1;
-    bool settled = false;  // reported, or left: no longer watched
+    bool ignored = false;  // reported, or left: no longer watched
   };
 
   void open_new_peers();
@@ -57,5 +53,23 @@ class Liveness {
   int wake_fd_;
   std::vector<Peer> peers_;
 };
+
+// What the kernel says of a process behind a pidfd (PIDFD_GET_INFO, Linux 6.15).
+struct ExitAnswer {
+  enum Kind {
+    kKnown,   // `status` is that of waitpid(2)
+    kNotYet,  // it waits for its parent, who reaps it any moment now, or a little later on a busy machine
+    kNever,   // this kernel does not know, or may not tell
+  };
+  Kind kind = kNever;
+  int status = 0;
+};
+
+ExitAnswer ask_kernel(int pidfd);
+
+// How a process ended: "died (SIGKILL)", "exited with code 3"; "died" where it is not known. Asks `kernel` for about
+// 0.3 s while it has no answer yet. `zombie` is the status in the process table (0: unknown), or nothing once the
+// process is no longer there.
+std::string describe_end(const std::function<ExitAnswer()>& kernel, const std::function<std::optional<int>()>& zombie);
 
 }  // namespace kvstore_hvd

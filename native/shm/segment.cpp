@@ -8,19 +8,16 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <charconv>
 #include <cstring>
 #include <new>
 #include <stdexcept>
 #include <system_error>
 
-#include "base/process.hpp"
-#include "shm/doorbell.hpp"
-#include "shm/world.hpp"
-
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303131;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303132;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -44,38 +41,34 @@ std::size_t inline_bytes(std::size_t size) { return std::min<std::size_t>(kMaxIn
 // Of all hosts' sums of a chunk, or of all ranks' inputs.
 constexpr std::size_t kMaxLinkMemory = std::size_t{4} << 20;
 
-struct Layout {
-  std::size_t ranks, announcements, marks, payloads, payload_stride, homes, remotes, late, late_words, staging, stride,
-      stage, arenas, arena_stride, link, link_bytes, total;
-
-  // `size`: of ranks here, of `all`, on that many hosts.
-  Layout(std::size_t size, std::size_t all, std::size_t hosts, std::size_t arena_bytes) {
-    const bool has_link = hosts > 1;
-    const std::size_t parties = has_link ? size + 1 : size;
-    ranks = round_up(sizeof(World), kPage);
-    announcements = round_up(ranks + parties * sizeof(RankState), kPage);
-    marks = round_up(announcements + parties * kSlots * sizeof(Announcement), kPage);
-    payloads = round_up(marks + parties * kSlots * sizeof(Mark), kPage);
-    // Not a power of two, as below.
-    payload_stride = inline_bytes(size) + 64;
-    homes = payloads + size * kSlots * payload_stride;
-    remotes = round_up(homes + (has_link ? all * sizeof(World::Home) : 0), kPage);
-    late = remotes + (has_link ? all * sizeof(RemoteRank) : 0);
-    late_words = has_link ? (all + 63) / 64 : 0;
-    staging = round_up(late + late_words * sizeof(std::uint64_t) * kSlots, kHugePage);
-    // Between hosts a chunk costs messages: fewer, larger ones.
-    stage = has_link ? kMaxStage : round_up(std::min(size * kMaxSlice, kMaxStage), kPage);
-    // Ranks' staging memories start on different 2 MiB pages, never a power of two apart: accesses to equal offsets of
-    // memories exactly 2^k apart evict one another from the cache.
-    stride = round_up(stage * kStages, kHugePage) + kPage;
-    arenas = round_up(staging + size * stride, kHugePage);
-    // The same for arenas, whose sizes are often powers of two.
-    arena_stride = arena_bytes == 0 ? 0 : round_up(arena_bytes, kHugePage) + kHugePage + page_size();
-    link = round_up(arenas + size * arena_stride, kHugePage);
-    link_bytes = has_link ? kMaxLinkMemory : 0;
-    total = round_up(link + link_bytes * kLinkSlots, kHugePage);
-  }
-};
+// `size`: of ranks here, of `all`, on that many hosts.
+Layout layout_of(std::size_t size, std::size_t all, std::size_t hosts, std::size_t arena_bytes) {
+  const bool has_link = hosts > 1;
+  const std::size_t parties = has_link ? size + 1 : size;
+  Layout at{};
+  at.ranks = round_up(sizeof(World), kPage);
+  at.announcements = round_up(at.ranks + parties * sizeof(RankState), kPage);
+  at.marks = round_up(at.announcements + parties * kSlots * sizeof(Announcement), kPage);
+  at.payloads = round_up(at.marks + parties * kSlots * sizeof(Mark), kPage);
+  at.payload_stride = inline_bytes(size) + 64;  // not a power of two, as below
+  at.members = round_up(at.payloads + size * kSlots * at.payload_stride, kPage);
+  at.late = at.members + all * sizeof(Member);
+  at.late_words = has_link ? (all + 63) / 64 : 0;
+  at.staging = round_up(at.late + at.late_words * sizeof(std::uint64_t) * kSlots, kHugePage);
+  // Between hosts a chunk costs messages: fewer, larger ones.
+  at.stage_bytes = has_link ? kMaxStage : round_up(std::min(size * kMaxSlice, kMaxStage), kPage);
+  // Ranks' staging memories start on different 2 MiB pages, never a power of two apart: accesses to equal offsets of
+  // memories exactly 2^k apart evict one another from the cache.
+  at.staging_stride = round_up(at.stage_bytes * kStages, kHugePage) + kPage;
+  at.arenas = round_up(at.staging + size * at.staging_stride, kHugePage);
+  // The same for arenas, whose sizes are often powers of two.
+  at.arena_bytes = arena_bytes;
+  at.arena_stride = arena_bytes == 0 ? 0 : round_up(arena_bytes, kHugePage) + kHugePage + page_size();
+  at.link = round_up(at.arenas + size * at.arena_stride, kHugePage);
+  at.link_bytes = has_link ? kMaxLinkMemory : 0;
+  at.total = round_up(at.link + at.link_bytes * kLinkSlots, kHugePage);
+  return at;
+}
 
 [[noreturn]] void fail(const char* what) { throw std::system_error(errno, std::generic_category(), what); }
 
@@ -95,38 +88,57 @@ std::size_t check_hosts(const Hosts& hosts, int size) {
   for (std::size_t r = 0; r < all.size(); ++r) {
     if (all[r] != static_cast<int>(r)) throw std::invalid_argument("not every rank is on one host");
   }
+  if (!hosts.processes.empty() && hosts.processes.size() != all.size()) {
+    throw std::invalid_argument("there is not one process for each rank");
+  }
   return all.size();
 }
 
-// Closes the descriptor unless it was handed on.
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-  int release() { return std::exchange(fd_, -1); }
+// Of slices and chunks: pages, so that no element and no cache line is cut.
+constexpr std::uint32_t kUnit = 4096;
+// No more is staged for a chunk than fits into the staging memory of a world of one rank.
+constexpr std::uint32_t kMostStaged = 128 << 10;
+constexpr std::uint32_t kMost = 1 << 30;
 
- private:
-  int fd_;
-};
+std::string_view trimmed(std::string_view text) {
+  const auto first = text.find_first_not_of(" \t");
+  if (first == std::string_view::npos) return "";
+  return text.substr(first, text.find_last_not_of(" \t") - first + 1);
+}
+
+[[noreturn]] void refuse(const std::string& fact) { throw std::invalid_argument(fact); }
+
+void set(Thresholds& thresholds, std::string_view setting) {
+  const auto equals = setting.find('=');
+  if (equals == std::string_view::npos) refuse("'" + std::string(setting) + "' is not NAME=BYTES.");
+  const std::string name(trimmed(setting.substr(0, equals)));
+  const std::string_view text = trimmed(setting.substr(equals + 1));
+  for (const ThresholdInfo& info : threshold_infos()) {
+    if (info.name != name) continue;
+    std::uint32_t value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc() || end != text.data() + text.size() || value < info.least || value > info.most ||
+        value % info.unit != 0) {
+      refuse(name + ": '" + std::string(text) + "' is not a multiple of " + std::to_string(info.unit) + " from " +
+             std::to_string(info.least) + " to " + std::to_string(info.most) + ".");
+    }
+    thresholds.*info.field = value;
+    return;
+  }
+  std::string names;
+  for (const ThresholdInfo& info : threshold_infos()) names += std::string(names.empty() ? "" : ", ") + info.name;
+  refuse("'" + name + "' does not exist; there are " + names + ".");
+}
 
 }  // namespace
 
-std::shared_ptr<Segment> Segment::map(int fd, std::size_t bytes) {
-  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+void Segment::map(std::size_t bytes) {
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (memory == MAP_FAILED) fail("mapping the shared segment");
+  world_ = static_cast<World*>(memory);
+  bytes_ = bytes;
   // A forked child (a DataLoader's worker) must not be able to write into the world of its parent.
-  if (madvise(memory, bytes, MADV_DONTFORK) != 0) {
-    const int error = errno;
-    munmap(memory, bytes);
-    errno = error;
-    fail("keeping the shared segment from forked children");
-  }
-  return std::shared_ptr<Segment>(new Segment(fd, static_cast<World*>(memory), bytes));
+  if (madvise(memory, bytes, MADV_DONTFORK) != 0) fail("keeping the shared segment from forked children");
 }
 
 std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, const Thresholds& thresholds,
@@ -140,41 +152,22 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   if (inside.number != 0 && inside.ranks.size() != all) {
     throw std::invalid_argument("there is not one rank of the world of all for each rank");
   }
-  arena_bytes = round_up(arena_bytes, page_size());
   const std::size_t n_hosts = hosts.are_several() ? hosts.ranks.size() : 1;
-  const Layout layout(static_cast<std::size_t>(size), all, n_hosts, arena_bytes);
-  Descriptor fd(memfd_create("kvstore_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-  if (fd.get() < 0) fail("creating the shared segment");
-  if (ftruncate(fd.get(), static_cast<off_t>(layout.total)) != 0) fail("sizing the shared segment");
+  const Layout layout = layout_of(static_cast<std::size_t>(size), all, n_hosts, round_up(arena_bytes, page_size()));
+  const std::shared_ptr<Segment> segment(new Segment(memfd_create("kvstore_hvd", MFD_CLOEXEC | MFD_ALLOW_SEALING)));
+  const int fd = segment->fd();
+  if (fd < 0) fail("creating the shared segment");
+  if (ftruncate(fd, static_cast<off_t>(layout.total)) != 0) fail("sizing the shared segment");
   // Nobody can take memory away under a rank that uses it.
-  if (fcntl(fd.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) fail("sealing the shared segment");
-
-  auto segment = map(fd.get(), layout.total);
-  fd.release();
+  if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) fail("sealing the shared segment");
+  segment->map(layout.total);
   World& world = segment->world();
+  world.layout = layout;
   world.ranks = size;
   world.parties = hosts.are_several() ? size + 1 : size;
   world.size = static_cast<std::int32_t>(all);
   world.hosts = static_cast<std::int32_t>(n_hosts);
   world.host = hosts.host;
-  world.stage_bytes = static_cast<std::uint32_t>(layout.stage);
-  world.total_bytes = layout.total;
-  world.ranks_offset = layout.ranks;
-  world.announcements_offset = layout.announcements;
-  world.marks_offset = layout.marks;
-  world.payloads_offset = layout.payloads;
-  world.staging_offset = layout.staging;
-  world.staging_stride = layout.stride;
-  world.arena_bytes = arena_bytes;
-  world.arenas_offset = layout.arenas;
-  world.arena_stride = layout.arena_stride;
-  world.payload_stride = layout.payload_stride;
-  world.homes_offset = layout.homes;
-  world.remotes_offset = layout.remotes;
-  world.late_offset = layout.late;
-  world.late_words = layout.late_words;
-  world.link_offset = layout.link;
-  world.link_bytes = static_cast<std::uint32_t>(layout.link_bytes);
   world.thresholds = thresholds;
   // The same on all hosts.
   std::size_t most = static_cast<std::size_t>(size);
@@ -183,91 +176,89 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.set_number = inside.number;
   world.size_of_all = inside.number == 0 ? static_cast<int>(all) : inside.size;
   world.has_core_for_each = has_core_for_each.value_or(size <= usable_cores()) ? 1 : 0;
-  for (int r = 0; r < size; ++r) {
-    const int rank = hosts.are_several() ? hosts.ranks[hosts.host][r] : r;
-    world.rank(r).rank_of_world = rank;
-    world.rank(r).rank_of_all = inside.number == 0 ? rank : inside.ranks[rank];
-  }
-  auto* const homes = reinterpret_cast<World::Home*>(world.base() + world.homes_offset);
-  std::int32_t place = 0;
-  for (int host = 0; hosts.are_several() && host < world.hosts; ++host) {
-    std::int32_t r = 0;
-    for (const int rank : hosts.ranks[host])
-      homes[rank] = {host, r++, place++, inside.number == 0 ? rank : inside.ranks[rank]};
+  std::int32_t position = 0;
+  for (int host = 0; host < world.hosts; ++host) {
+    const int ranks_there = hosts.are_several() ? static_cast<int>(hosts.ranks[host].size()) : size;
+    for (std::int32_t r = 0; r < ranks_there; ++r, ++position) {
+      const int rank = hosts.are_several() ? hosts.ranks[host][r] : r;
+      Member& member = world.member(rank);
+      member.host = host;
+      member.local_rank = r;
+      member.position = position;
+      member.rank_of_all = inside.number == 0 ? rank : inside.ranks[rank];
+      if (!hosts.processes.empty()) {
+        member.pid = hosts.processes[rank].second;
+        std::strncpy(member.host_name, hosts.processes[rank].first.c_str(), sizeof(member.host_name) - 1);
+      }
+      if (host != world.host) continue;
+      world.rank(r).rank_of_world = rank;
+      world.rank(r).rank_of_all = member.rank_of_all;
+    }
   }
   world.magic = kMagic;
   return segment;
 }
 
 std::shared_ptr<Segment> Segment::attach(int fd) {
-  Descriptor own(fcntl(fd, F_DUPFD_CLOEXEC, 0));
-  if (own.get() < 0) fail("duplicating the descriptor of the shared segment");
+  const std::shared_ptr<Segment> segment(new Segment(fcntl(fd, F_DUPFD_CLOEXEC, 0)));
+  if (segment->fd() < 0) fail("duplicating the descriptor of the shared segment");
   struct stat status{};
-  if (fstat(own.get(), &status) != 0) fail("examining the shared segment");
+  if (fstat(segment->fd(), &status) != 0) fail("examining the shared segment");
   const auto bytes = static_cast<std::size_t>(status.st_size);
   if (bytes < sizeof(World)) throw std::invalid_argument("not a segment of this build of kvstore_hvd: too small");
-
-  auto segment = map(own.get(), bytes);
-  own.release();
+  segment->map(bytes);
   const World& world = segment->world();
-  if (world.magic != kMagic || world.ranks < 1 || world.ranks > kMaxRanks || world.total_bytes != bytes ||
-      Layout(static_cast<std::size_t>(world.ranks), static_cast<std::size_t>(world.size),
-             static_cast<std::size_t>(world.hosts), world.arena_bytes)
+  if (world.magic != kMagic || world.ranks < 1 || world.ranks > kMaxRanks || world.layout.total != bytes ||
+      layout_of(static_cast<std::size_t>(world.ranks), static_cast<std::size_t>(world.size),
+                static_cast<std::size_t>(world.hosts), world.layout.arena_bytes)
               .total != bytes) {
     throw std::invalid_argument("not a segment of this build of kvstore_hvd (" + abi() + ")");
   }
   return segment;
 }
 
-Segment::Segment(int fd, World* world, std::size_t bytes)
-    : fd_(fd), owner_(process_id()), world_(world), bytes_(bytes) {}
+Segment::Segment(int fd) : fd_(fd), owner_(process_id()) {}
 
 Segment::~Segment() {
-  if (process_id() == owner_) munmap(world_, bytes_);
-  close(fd_);
+  if (world_ != nullptr && process_id() == owner_) munmap(world_, bytes_);
+  if (fd_ >= 0) close(fd_);
 }
-
-void Segment::introduce(int rank, int pid, const std::string& host) {
-  if (rank < 0 || rank >= world_->size) throw std::invalid_argument("no rank " + std::to_string(rank));
-  if (world_->home(rank).host == world_->host) return;
-  RemoteRank& remote = world_->remote(rank);
-  remote.pid = pid;
-  std::strncpy(remote.host, host.c_str(), sizeof(remote.host) - 1);
-  remote.is_known.store(1, std::memory_order_release);  // Release: publishes both.
-}
-
-int Segment::size() const { return world_->ranks; }
 
 std::string Segment::abi() {
   return "segment " + std::to_string(kMagic & 0xffffff) + "/" + std::to_string(sizeof(World)) + "/" +
          std::to_string(sizeof(RankState)) + "/" + std::to_string(sizeof(Announcement));
 }
 
-void ring_link(World& world) {
-  if (world.link_number == 0) {
-    world.link().bell.ring();
-  } else if (world.link().bell.ring_and_is_asleep()) {
-    Doorbell::ring(world.link_number);
-  }
+const std::vector<ThresholdInfo>& threshold_infos() {
+  static const std::vector<ThresholdInfo> infos = {
+      {"inlined", &Thresholds::inlined, 64, 0, kMaxInline},
+      {"inlined_direct", &Thresholds::inlined_direct, 64, 0, kMost},
+      {"one_shot", &Thresholds::one_shot, 64, 0, kMostStaged},
+      {"large", &Thresholds::large, kUnit, 0, kMost},
+      {"min_chunk", &Thresholds::min_chunk, kUnit, kUnit, kMost},
+      {"max_slice", &Thresholds::max_slice, kUnit, kUnit, kMostStaged},
+      {"max_slice_large", &Thresholds::max_slice_large, kUnit, kUnit, kMostStaged},
+      {"broadcast_chunk", &Thresholds::broadcast_chunk, kUnit, kUnit, kMost},
+      {"direct_chunk", &Thresholds::direct_chunk, kUnit, kUnit, kMost},
+      {"min_part", &Thresholds::min_part, kUnit, kUnit, kMost},
+      {"max_part", &Thresholds::max_part, kUnit, kUnit, kMost},
+      {"submitter", &Thresholds::submitter, 64, 0, kMost},
+      {"device_fusion", &Thresholds::device_fusion, 64, 0, kMost},
+      {"linger", &Thresholds::linger, 64, 0, kMost},
+  };
+  return infos;
 }
 
-void ring_all(World& world) {
-  for (int r = 0; r < world.ranks; ++r) world.rank(r).bell.ring();
-  if (world.has_link()) ring_link(world);
-}
-
-void wake_all(World& world) {
-  world.table_lock.wake();
-  world.schedule_lock.wake();
-  for (int r = 0; r < world.parties; ++r) {
-    RankState& rank = world.rank(r);
-    rank.filled.wake();
-    rank.reduced.wake();
-    rank.collected.wake();
-    rank.bell.wake();
+Thresholds parse_thresholds(std::string_view text) {
+  Thresholds thresholds;
+  while (!trimmed(text).empty()) {
+    const auto comma = text.find(',');
+    const std::string_view setting = trimmed(text.substr(0, comma));
+    text = comma == std::string_view::npos ? "" : text.substr(comma + 1);
+    set(thresholds, setting);
   }
-  for (const Claims& claims : world.claims) claims.finished.wake();
-  if (world.has_link()) ring_link(world);
+  if (thresholds.min_part > thresholds.max_part) refuse("min_part is above max_part.");
+  return thresholds;
 }
 
 }  // namespace kvstore_hvd

@@ -1,20 +1,13 @@
 // The shared memory of one world of ranks on one host: a memfd without a name, so nothing is ever left behind.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <memory>
-#include <optional>
-#include <string>
-#include <vector>
 
-#include "shm/thresholds.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 
-struct World;
-
-// The place of a world of some of the ranks in the world of all, whose ranks messages name.
+// A world of some ranks within the world of all, whose numbers messages use.
 struct Inside {
   std::uint32_t number = 0;  // of the process set; 0: this is the world of all
   int size = 0;              // of the world of all
@@ -23,18 +16,18 @@ struct Inside {
 
 // The hosts of a world, and which of its ranks are where.
 struct Hosts {
-  int host = 0;                         // this one
-  std::vector<std::vector<int>> ranks;  // by host; empty: all are here
+  int host = 0;                                             // this one
+  std::vector<std::vector<int>> ranks;                      // by host; empty: all are here
+  std::vector<std::pair<std::string, int>> processes = {};  // by rank: how messages name its machine, and its pid
 
   bool are_several() const { return ranks.size() > 1; }
 };
 
 class Segment {
  public:
-  // A fresh segment for `size` ranks, 1 <= size <= kMaxRanks (failure.hpp), each with an arena of `arena_bytes` of
+  // A fresh segment for `size` ranks of this host, 1 <= size <= kMaxRanks, each with an arena of `arena_bytes` of
   // address space; memory is taken when it is first written to. `has_core_for_each`: whether the ranks may use as many
-  // cores as there are ranks; by default as this thread may. With several hosts `size` is the number of ranks on this
-  // one. Throws std::invalid_argument, std::system_error.
+  // cores as there are ranks; by default as this thread may. Throws std::invalid_argument, std::system_error.
   static std::shared_ptr<Segment> create(int size, std::size_t arena_bytes = 0, const Thresholds& thresholds = {},
                                          const Inside& inside = {},
                                          std::optional<bool> has_core_for_each = std::nullopt, const Hosts& hosts = {});
@@ -46,12 +39,8 @@ class Segment {
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
-  // Tells messages who a rank of another host is; nothing for one of this host.
-  void introduce(int rank, int pid, const std::string& host);
-
   int fd() const { return fd_; }
-  // Of the ranks on this host.
-  int size() const;
+  int size() const { return world_->ranks; }  // ranks on this host
   // Absent in a forked child: the mapping is not inherited.
   World& world() const { return *world_; }
 
@@ -59,13 +48,26 @@ class Segment {
   static std::string abi();
 
  private:
-  Segment(int fd, World* world, std::size_t bytes);
-  static std::shared_ptr<Segment> map(int fd, std::size_t bytes);
+  explicit Segment(int fd);
+  void map(std::size_t bytes);
 
-  int fd_;
-  int owner_;  // pid: a forked child has no mapping to release
-  World* world_;
-  std::size_t bytes_;
+  const int fd_;
+  const int owner_;  // pid: a forked child has no mapping to release
+  World* world_ = nullptr;
+  std::size_t bytes_ = 0;
 };
+
+// What a threshold may be: a multiple of `unit`, from `least` to `most`.
+struct ThresholdInfo {
+  const char* name;
+  std::uint32_t Thresholds::* field;
+  std::uint32_t unit, least, most;
+};
+const std::vector<ThresholdInfo>& threshold_infos();
+
+// The defaults with the changes of `text`: "one_shot=4096,direct_chunk=2097152"; may be empty. Throws
+// std::invalid_argument, with a text for the user, when a name does not exist, a value is not allowed, or a least size
+// is above the most.
+Thresholds parse_thresholds(std::string_view text);
 
 }  // namespace kvstore_hvd

@@ -1,31 +1,23 @@
-#include "shm/wait.hpp"
 
 #include <sched.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <string>
+#include <cstring>
 
-#include "base/futex.hpp"
-#include "base/running_time.hpp"
-#include "shm/poll.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 constexpr std::chrono::microseconds kSpin{10};
 constexpr std::chrono::microseconds kCallersSpin{100};
-// A yield that took longer gave the core to a busy thread for a slice: sleeping is cheaper than the next one.
-constexpr std::chrono::microseconds kLongYield{50};
+constexpr std::chrono::microseconds kLongYield{50};  // the core went to a busy thread: sleeping is cheaper
 constexpr std::chrono::microseconds kSlice{100};
 constexpr int kYields = 3;
-// While nobody else wants the core these take about as long as waking a sleeper, as kCallersSpin does.
-constexpr int kCallersYields = 60;
-// One that took this long has met a thread that computes: so many waits then do without, each of whose first yields
-// would cost another slice.
+constexpr int kCallersYields = 60;  // on an idle core about as long as kCallersSpin: waking a sleeper
+// A yield that took so long has met a computation. So many waits then do without: each would cost a slice.
 constexpr std::chrono::microseconds kSliceYield{1500};
 constexpr int kWaitsWithoutYields = 100;
 
@@ -52,13 +44,7 @@ WaitPolicy WaitPolicy::for_engine(bool has_core_for_each) {
 }
 
 WaitPolicy WaitPolicy::for_callers(bool has_core_for_each) {
-  WaitPolicy policy = for_engine(has_core_for_each);
-  if (policy.spin.count() > 0) {
-    policy.spin = kCallersSpin;
-  } else {
-    policy.yields = kCallersYields;
-  }
-  return policy;
+  return has_core_for_each ? WaitPolicy{kCallersSpin, 0} : WaitPolicy{std::chrono::nanoseconds(0), kCallersYields};
 }
 
 void request_short_slice() {
@@ -128,7 +114,8 @@ void SharedLock::lock(Alarm& alarm) {
     alarm.failure().check();
     if (patience.is_over()) {
       const int holder = holder_.load(std::memory_order_relaxed);
-      alarm.raise(ErrorCode::kTimeout, alarm.name_of(alarm.rank()) + " waited too long for " + alarm.name_of(holder) +
+      alarm.raise(ErrorCode::kTimeout, rank_name(alarm.world_, alarm.rank()) + " waited too long for " +
+                                           rank_name(alarm.world_, holder) +
                                            ", which stopped inside a critical section");
     }
     futex_wait(word_, 2, kMaxSleep);
@@ -142,5 +129,28 @@ void SharedLock::unlock() {
 }
 
 void SharedLock::wake() const { futex_wake_all(word_); }
+
+bool Failure::set(int rank, ErrorCode code, std::string_view fact) {
+  if (is_set()) return false;  // the note may be the one that everybody reads
+  Note& own = notes_[rank];
+  own.code = code;
+  fact = utf8_prefix(fact, sizeof(own.text));
+  own.length = static_cast<std::uint32_t>(fact.size());
+  std::memcpy(own.text, fact.data(), fact.size());
+  std::uint32_t nobody = 0;
+  // Release: publishes the note. Relaxed when another rank was first: nothing is read.
+  return claimed_by_.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank) + 1, std::memory_order_release,
+                                             std::memory_order_relaxed);
+}
+
+const Failure& Alarm::failure() const { return world_.failure; }
+
+void Alarm::raise(ErrorCode code, std::string_view fact) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!world_.failure.set(rank_, code, fact)) return;
+  }
+  wake_all(world_);
+}
 
 }  // namespace kvstore_hvd

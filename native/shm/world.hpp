@@ -1,17 +1,9 @@
-// What lies in a segment: plain structures at fixed offsets, the same for every rank. Zero-filled memory is a valid
-// initial state of all of them, except for the few fields that Segment::create fills in.
+// What lies in a segment: plain structures at fixed offsets, the same for every rank. Zero-filled memory is their valid
+// initial state, except for the fields that Segment::create fills in.
 #pragma once
 
-#include <atomic>
-#include <cstddef>
-#include <cstdint>
-#include <string>
-#include <string_view>
+#include <vector>
 
-#include "base/types.hpp"
-#include "shm/failure.hpp"
-#include "shm/inbox.hpp"
-#include "shm/thresholds.hpp"
 #include "shm/wait.hpp"
 
 namespace kvstore_hvd {
@@ -25,9 +17,30 @@ inline constexpr int kMaxName = 240;  // bytes of a request's name
 inline constexpr int kMaxDims = 12;   // dimensions that are compared and printed one by one
 inline constexpr std::uint32_t kNoSlot = 0xffffffff;
 
+inline constexpr std::uint32_t kMaxInline = 4096;  // what an announcement can carry in a world of up to 16 ranks
+
+// Algorithm selection thresholds, in bytes: measured, and overridable without a rebuild. The ranks of a world decide
+// alike, by those of the rank that created the segment.
+struct Thresholds {
+  std::uint32_t inlined = 4096;               // up to here whoever comes last reduces at once, without a schedule
+  std::uint32_t inlined_direct = 128 << 10;   // the same, of arrays in arenas, all ranks' together
+  std::uint32_t one_shot = 2048;              // up to here one synchronisation costs less than halving the bytes
+  std::uint32_t large = 16 << 20;             // from here on the memory, not the latency, is the limit
+  std::uint32_t min_chunk = 64 << 10;         // two-shot: of all ranks together; less is not worth its synchronisations
+  std::uint32_t max_slice = 64 << 10;         // two-shot: of one rank
+  std::uint32_t max_slice_large = 128 << 10;  // the same, of large tensors
+  std::uint32_t broadcast_chunk = 256 << 10;
+  std::uint32_t direct_chunk = 1 << 20;  // what a tensor of higher priority may have to wait for
+  std::uint32_t min_part = 8 << 10;      // direct, what is claimed at a time: less is done sooner than divided
+  std::uint32_t max_part = 256 << 10;
+  std::uint32_t submitter = 4 << 20;       // direct: up to here the last rank begins on the thread that submits
+  std::uint32_t device_fusion = 64 << 20;  // arrays of devices that are carried out together
+  std::uint32_t linger = 1 << 20;          // up to here a submitting thread may stay until the others have come
+};
+
 enum class Presence : std::uint32_t { kAbsent = 0, kJoined = 1, kLeft = 2 };
 
-// A short text that one thread writes and any thread of any rank reads.
+// A short text: one thread writes, any thread of any rank reads.
 class SharedText {
  public:
   static constexpr std::size_t kWords = 30;
@@ -42,47 +55,48 @@ class SharedText {
   std::atomic<std::uint64_t> words_[kWords];
 };
 
-// What a rank is doing, as its watcher or its host's link tells.
+// What a rank is doing: written by its watcher, of ranks on other hosts by the link.
 struct Doing {
   // Ranks in the longest chain that begins with this one, each of which has waited for the next past its deadline; 0:
   // this rank has not waited for so long.
   std::atomic<std::uint32_t> waits;
-  SharedText text;  // the operation in which it has, and the line of its program
+  SharedText text;  // the operation in which it waits, and the line of its program
 };
-// In a chain of so many ranks, or of all, some rank waits for one before it.
+// A chain of so many ranks, or of all, is a circle.
 inline constexpr std::uint32_t kMostWaits = 64;
 inline constexpr std::uint32_t kStopped = 1 << 30;  // instead, of a process that is stopped
 
-// One rank, or the link, as the others see it. Each flag is written by its rank (the bell by anyone); those of the link
-// are `filled` (entries for which all has come that the ranks read) and the bell, and its inbox has the slots that all
-// ranks of this host have announced.
+// One rank, or the link, as the others see it. Each flag is written by its owner, the bell by all.
 struct RankState {
-  Flag filled;          // entries whose contribution lies in the rank's staging memory
-  Flag reduced;         // entries that the rank has reduced, and whose foreign staging memory it no longer reads
-  Flag collected;       // entries whose link memory it no longer reads; over hosts only
-  Flag bell;            // rung when there may be something to do for the rank
-  Inbox<kSlots> inbox;  // slots whose operation another rank has carried out; one operation is under way on each
+  Flag filled;     // rank: entries whose contribution lies in its staging memory; link: entries that have arrived here
+  Flag reduced;    // entries that the rank has reduced, and whose foreign staging memory it no longer reads
+  Flag collected;  // entries whose link memory it no longer reads; over hosts only
+  Flag bell;       // rung when there may be something to do for the owner
+  // Rank: slots whose operation another rank has carried out, at most one operation on each. Link: slots that all ranks
+  // of this host have announced.
+  Inbox<kSlots> inbox;
   // Batches that the rank's device thread has begun, and that its device is through with; see DeviceQueue.
   std::atomic<std::uint32_t> batches_begun;
   std::atomic<std::uint32_t> batches_ended;
   std::atomic<Presence> presence;  // Release: publishes the fields below; the others read them after an acquire.
   std::int32_t pid;
   std::uint64_t start_time;  // of the process, in clock ticks since boot: tells a recycled pid
-  // See Inside and Hosts; written by Segment::create.
-  std::int32_t rank_of_all, rank_of_world;
   char host[64];
+  // Its number in this world and in the world of all, see Inside and Hosts; written by Segment::create.
+  std::int32_t rank_of_world, rank_of_all;
+};
+
+// One rank of the world, on whichever host; written by Segment::create.
+struct Member {
+  std::int32_t host, local_rank;
+  std::int32_t position;     // its number if those of each host followed one another
+  std::int32_t rank_of_all;  // in the world of all
+  std::int32_t pid;          // over hosts only, as is the name
+  char host_name[64];
   Doing doing;
 };
 
-// A rank of another host, as the link knows it.
-struct RemoteRank {
-  std::atomic<std::uint32_t> is_known;  // Release: publishes pid and host.
-  std::int32_t pid;
-  char host[64];
-  Doing doing;
-};
-
-// What one rank wants to do with a tensor; compared byte by byte across ranks, so padding is spelled out and zero.
+// One rank's operation on a tensor; compared byte by byte across ranks, so padding is spelled out and zero.
 struct Signature {
   Collective collective;
   DType dtype;
@@ -105,28 +119,25 @@ static_assert((kEntries & (kEntries - 1)) == 0);
 
 inline constexpr std::uint64_t kNoPlace = ~std::uint64_t{0};
 
-// What one rank wants to do with a tensor, in full; the others look at it only when they disagree.
+// One rank's operation on a tensor, in full; the others read it only when they disagree.
 struct Announcement {
   Signature signature;
   char note[223];             // why the input failed, or the request's label
   std::uint8_t of_parameter;  // the tensor is a parameter of a network, or its gradient
 };
 
-// The same, with the rank's number in the world of all.
 struct AnnouncedBy {
-  std::int64_t rank;
+  std::int64_t rank;  // in the world of all
   Announcement announcement;
 };
 
-// What the last rank to announce needs to know of each of the others, in one cache line.
+// What the last rank to announce reads of each of the others, in one cache line.
 struct alignas(64) Mark {
   std::uint64_t digest;  // of the signature announced last
-  // Where the rank's array lies: bytes from the start of its arena, or kNoPlace when it is elsewhere.
-  std::uint64_t place;
-  double weight;  // see Request
-  // How many operations the rank has announced and how many of them it has completed; see TensorTable::take_slot().
-  std::atomic<std::uint32_t> announced, completed;
-  // How the rank learns that another one has carried out its operation, see InlineReduction.
+  std::uint64_t place;   // of the rank's array: bytes from the start of its arena; kNoPlace: elsewhere
+  double weight;         // see Request
+  std::atomic<std::uint32_t> announced, completed;  // operations; see TensorTable::take_slot()
+  // How the rank learns that another one has reduced its operation inline, see TensorTable.
   enum Watch : std::uint32_t { kInbox, kWatched, kDone };
   std::atomic<std::uint32_t> watch;
   char payload[28];  // see World::payload()
@@ -136,17 +147,15 @@ static_assert(sizeof(Mark) == 64);
 // One tensor. A rank's n-th request under a name is matched with the n-th of all others.
 struct Slot {
   // From the highest bits down: 32 bits of version, raised when the slot is given to another name; 16 bits that count
-  // operations; 1 bit that says whether the link knows of the one under way from another host; 15 bits that say how
-  // many ranks have announced it. The last two are back to 0 when the last one, which is the link if there is one,
-  // does.
+  // operations; 1 bit: the link has announced the one under way on behalf of other hosts; 15 bits that count the ranks
+  // that have announced it. The last two are 0 again once the last party has announced it.
   std::atomic<std::uint64_t> state;
   std::uint32_t next_in_bucket;  // under table_lock
   std::uint64_t hash;            // under table_lock
   std::uint32_t name_length;     // under table_lock
   char name[kMaxName];           // under table_lock
 
-  // What is to be done, written by the last rank to announce before it makes the slot ready, read by whoever schedules
-  // and executes it. Stable until every rank has completed it.
+  // The agreed operation: written by the last party to announce; stable until every rank has completed it.
   Signature agreed;
   std::uint64_t bytes;
   std::uint64_t scheduled;  // bytes, under schedule_lock
@@ -158,7 +167,7 @@ struct Slot {
   char error_text[1024];
 };
 
-// A tensor that every rank has announced, waiting to be scheduled.
+// A tensor that every party has announced, waiting to be scheduled.
 struct Ready {
   std::int32_t priority;
   std::uint32_t order;  // first come, first served among equals
@@ -187,6 +196,13 @@ enum class Algorithm : std::uint32_t {
   kLinkExchange,   // every host sends its ranks' inputs to the others
 };
 
+constexpr const char* name_of(Algorithm algorithm) {
+  constexpr const char* kNames[] = {"failed", "one-shot", "two-shot",       "broadcast",
+                                    "direct", "inline",   "exchange",       "reducescatter",
+                                    "device", "link-sum", "link-broadcast", "link-exchange"};
+  return kNames[static_cast<int>(algorithm)];
+}
+
 // Part of a tensor inside a chunk.
 struct Piece {
   std::uint32_t slot;
@@ -195,7 +211,7 @@ struct Piece {
   std::uint64_t bytes;
 };
 
-// One step of the agreed schedule: what every rank does next.
+// One step of the schedule, the same on every rank.
 struct Entry {
   Algorithm algorithm;
   std::int32_t root;
@@ -205,15 +221,14 @@ struct Entry {
   Piece pieces[kPieces];
 };
 
-// Who does what of a kDirect entry.
+// The parts of a kDirect entry.
 struct Claims {
   alignas(128) std::atomic<std::uint32_t> next;  // parts claimed so far, or more
   alignas(128) std::atomic<std::uint32_t> done;  // parts reduced
   Flag finished;                                 // at the number of the entry plus one, once all parts are
 };
 
-// The weights of ranks, see Request: negative for one that has joined, which counts as much as the others do on
-// average.
+// The weights of ranks, see Request; negative: absent, counts as an average one of the others.
 struct WeightSums {
   double sum;
   std::uint32_t present, absent;
@@ -236,22 +251,24 @@ struct WeightSums {
   }
 };
 
+// Where the parts of a segment lie: offsets and sizes in bytes.
+struct Layout {
+  std::uint64_t ranks, announcements, marks, payloads, members, late, staging, arenas, link, total;
+  std::uint64_t payload_stride, late_words, staging_stride, arena_stride;
+  std::uint64_t arena_bytes;  // of one rank
+  std::uint64_t stage_bytes;  // of one rank's staging memory for one chunk
+  std::uint64_t link_bytes;   // of the link's memory for one chunk
+};
+
 struct World {
   std::uint64_t magic;
-  // Who stages and reduces: the ranks on this host. Who announces: they, and if there are several hosts the link, last,
-  // for the ranks of all others. Who exists in this world, on all hosts. (And in the world of all, of which this may be
-  // a part: see Inside.)
-  std::int32_t ranks, parties, size;
-  std::int32_t hosts, host;   // how many, and which one this is
-  std::uint32_t stage_bytes;  // of one rank's staging memory for one chunk
-  std::uint64_t total_bytes;
-  std::uint64_t ranks_offset, announcements_offset, marks_offset, payloads_offset, staging_offset, staging_stride;
-  std::uint64_t arena_bytes, arenas_offset, arena_stride;  // of each rank
-  std::uint64_t payload_stride;
-  std::uint64_t homes_offset, remotes_offset, late_offset, late_words, link_offset;
-  std::uint32_t link_bytes;  // of the link's memory for one chunk
-  std::uint32_t set_number;  // see Inside
-  std::int32_t size_of_all;
+  Layout layout;
+  std::int32_t ranks;    // on this host: those that stage and reduce
+  std::int32_t parties;  // those that announce: the ranks here, and over hosts the link, last, for the ranks elsewhere
+  std::int32_t size;     // ranks on all hosts
+  std::int32_t hosts, host;         // how many, and which one this is
+  std::uint32_t set_number;         // see Inside
+  std::int32_t size_of_all;         // ranks in the world of all
   std::uint32_t has_core_for_each;  // whether the ranks may use as many cores as there are ranks
   Thresholds thresholds;
 
@@ -260,14 +277,14 @@ struct World {
   // The link's steps, modulo 2^32, and how long it may stand still in between; 0: there is none yet.
   std::atomic<std::uint32_t> link_steps;
   std::atomic<std::int64_t> link_silence_ns;
-  // When a rank here has asked for what others have announced, nanoseconds of the monotonic clock: for some time the
-  // link then tells of what other hosts have announced at once.
+  // When a rank here last called Engine::missed(), nanoseconds of the monotonic clock: for some time afterwards the
+  // link announces at once what other hosts have announced.
   std::atomic<std::int64_t> asked_at;
   // Set before other ranks have the segment.
   DType link_dtype;           // see dtype_on_link()
   std::uint64_t link_number;  // of its thread's Doorbell; 0: the thread sleeps at the link's bell
-  // By entry modulo kLinkSlots: when the link has sent what its ranks have reduced, and when all of the result was
-  // here; nanoseconds of the monotonic clock. Published with the link's `filled`.
+  // By entry modulo kLinkSlots: when the link had sent its ranks' sum, and when all of the result had arrived;
+  // nanoseconds of the monotonic clock. Published with the link's `filled`.
   struct OnLink {
     std::int64_t sent, arrived;
   };
@@ -275,91 +292,94 @@ struct World {
 
   // The table of tensors, see tensor_table.hpp.
   SharedLock table_lock;
-  // Slots handed out so far (each may have been handed on since); written under the lock.
-  std::atomic<std::uint32_t> slots_used;
-  std::uint32_t clock_hand;       // where the search for an idle slot goes on
-  std::uint32_t buckets[kSlots];  // 1 + slot, 0 when empty
+  std::atomic<std::uint32_t> slots_used;  // slots that have had a name; written under the lock
+  std::uint32_t clock_hand;               // where the search for an idle slot goes on
+  std::uint32_t buckets[kSlots];          // 1 + slot, 0 when empty
   Slot slots[kSlots];
 
   // The schedule, see schedule.hpp.
   SharedLock schedule_lock;
   alignas(128) std::atomic<std::uint32_t> head;  // entries published so far
-  std::atomic<std::uint32_t> device_entries;     // those of them that are batches for devices; written under the lock
+  std::atomic<std::uint32_t> device_entries;     // of those, batches for devices; written under the lock
   std::uint32_t next_order;
   ReadyHeap ready, ready_on_device;
   Entry entries[kEntries];
   Claims claims[kEntries];
 
-  // The sum of the ranks' weights, in rank order, see Request. For the rank that was last to announce.
+  // The sum of the ranks' weights, in rank order. For the last rank to announce.
   double weights(std::uint32_t slot) {
     WeightSums sums{};
     for (int r = 0; r < parties; ++r) sums.add(mark(slot, r).weight);
     return sums.total();
   }
-  // The type in which a result travels between hosts: that of the arrays, or half of float32. Its sum is rounded to it
-  // on each host, and again when it is complete.
+  // The type in which a result travels between hosts: that of the arrays, or 16 bits for float32. Each host's sum is
+  // rounded to it, and the complete one again.
   DType dtype_on_link(const Signature& agreed) const {
     if (!has_link() || agreed.dtype != DType::kFloat32 || !can_be_half(agreed.dtype, agreed.op)) return agreed.dtype;
     return agreed.as_half != 0 ? DType::kFloat16 : link_dtype;
   }
   bool is_narrow_on_link(const Signature& agreed) const { return dtype_on_link(agreed) != agreed.dtype; }
   char* base() { return reinterpret_cast<char*>(this); }
-  // Whether the world has ranks on other hosts, with whom the link exchanges what this host's have reduced.
+  template <class T>
+  T* at(std::uint64_t offset) {
+    return reinterpret_cast<T*>(base() + offset);
+  }
   bool has_link() const { return parties != ranks; }
   RankState& link() { return rank(ranks); }
-  RankState& rank(int r) { return reinterpret_cast<RankState*>(base() + ranks_offset)[r]; }
+  RankState& rank(int r) { return at<RankState>(layout.ranks)[r]; }
   Announcement& announcement(std::uint32_t slot, int r) {
-    return reinterpret_cast<Announcement*>(base() + announcements_offset)[static_cast<std::size_t>(slot) * parties + r];
+    return at<Announcement>(layout.announcements)[static_cast<std::size_t>(slot) * parties + r];
   }
-  Mark& mark(std::uint32_t slot, int r) {
-    return reinterpret_cast<Mark*>(base() + marks_offset)[static_cast<std::size_t>(slot) * parties + r];
-  }
+  Mark& mark(std::uint32_t slot, int r) { return at<Mark>(layout.marks)[static_cast<std::size_t>(slot) * parties + r]; }
   // The `bytes` that a rank's announcement carries; a few lie in the line that the others read anyway.
   char* payload(std::uint32_t slot, int r, std::size_t bytes) {
     if (bytes <= sizeof(Mark::payload)) return mark(slot, r).payload;
-    return base() + payloads_offset + payload_stride * (static_cast<std::size_t>(slot) * ranks + r);
+    return base() + layout.payloads + layout.payload_stride * (static_cast<std::size_t>(slot) * ranks + r);
   }
   // Entries count from 0 and never wrap: 64 bits.
   char* staging(int r, std::uint64_t entry) {
-    return base() + staging_offset + staging_stride * r + static_cast<std::size_t>(stage_bytes) * (entry % kStages);
+    return base() + layout.staging + layout.staging_stride * r + layout.stage_bytes * (entry % kStages);
   }
-  // Where a rank of the world is: its host and its number there; its number if those of each host followed one another,
-  // and in the world of all.
-  struct Home {
-    std::int32_t host, rank, place, of_all;
-  };
-  Home home(int rank_of_world) {
-    if (!has_link()) return {0, rank_of_world, rank_of_world, rank(rank_of_world).rank_of_all};
-    return reinterpret_cast<Home*>(base() + homes_offset)[rank_of_world];
-  }
-  // Ranks of other hosts by their numbers in the world: who they are, and which of them are late in a slot's operation,
-  // as far as the link knows; a bit for each.
-  RemoteRank& remote(int rank_of_world) {
-    return reinterpret_cast<RemoteRank*>(base() + remotes_offset)[rank_of_world];
-  }
+  Member& member(int rank_of_world) { return at<Member>(layout.members)[rank_of_world]; }
+  // A bit for each rank of the world: those of other hosts that are late in a slot's operation, as the link knows.
   std::atomic<std::uint64_t>* late(std::uint32_t slot) {
-    return reinterpret_cast<std::atomic<std::uint64_t>*>(base() + late_offset) + slot * late_words;
+    return at<std::atomic<std::uint64_t>>(layout.late) + slot * layout.late_words;
   }
-  Doing& doing(int rank_of_world) {
-    const Home at = home(rank_of_world);
-    return at.host == host ? rank(at.rank).doing : remote(rank_of_world).doing;
-  }
-  // The number of a rank of the world in the world of all.
-  int rank_of_all(int rank_of_world) { return home(rank_of_world).of_all; }
   // Memory of an entry that ranks and link share. See algorithms/ for what lies in it.
-  char* link_memory(std::uint64_t entry) {
-    return base() + link_offset + static_cast<std::size_t>(link_bytes) * (entry % kLinkSlots);
-  }
-  char* arena(int r) { return base() + arenas_offset + arena_stride * r; }
+  char* link_memory(std::uint64_t entry) { return base() + layout.link + layout.link_bytes * (entry % kLinkSlots); }
+  char* arena(int r) { return base() + layout.arenas + layout.arena_stride * r; }
 };
 
 // Wakes every sleeper of the world, so that all notice a failure at once.
 void wake_all(World& world);
 
-// Rings the link's bell.
+// Rings the link's bell; see link/loop.cpp.
 void ring_link(World& world);
 
 // Rings every rank's bell, and the link's.
 void ring_all(World& world);
+
+// ---- Pieces of text that errors and reports share ----
+
+// The longest beginning of `text` of at most `bytes` bytes that does not end inside a character.
+std::string_view utf8_prefix(std::string_view text, std::size_t bytes);
+// "(256, 784)", "(3,)", "()".
+std::string describe_shape(const Signature& signature);
+
+// Texts have ranks by their numbers in the world of all; `rank` is a local rank.
+// "rank 3".
+std::string rank_name(World& world, int rank);
+// "rank 3", "ranks 0-2, 5"; `ranks` ascending, not empty, numbers in the world of all.
+std::string describe_ranks(const std::vector<int>& ranks);
+// "rank 2 (node1, pid 8123)".
+std::string describe_rank(World& world, int rank);
+// The same of a rank on any host.
+std::string describe_member(World& world, int rank_of_world);
+// "rank 2 (node1, pid 8123) and rank 5 (node1, pid 8126)"; after the first eight "and ranks 9-12".
+std::string describe_members(World& world, const std::vector<int>& ranks_of_world);
+// "host node1 (ranks 4-7)"; its number where its name is not known.
+std::string describe_host(World& world, int host);
+// How errors begin: "[rank 2/8] ", "[rank 5/8, rank 1/2 in process set 3] ".
+std::string error_prefix(World& world, int rank);
 
 }  // namespace kvstore_hvd

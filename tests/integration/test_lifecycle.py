@@ -236,7 +236,7 @@ train()
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_mxnets_list_of_errors_stays_whole(run):
-    """Hundreds of operations fail at once, on threads of MXNet that extend that list: native/mxnet/error_list.hpp."""
+    """Hundreds of operations fail at once, on threads of MXNet that extend that list: native/mxnet/errors.hpp."""
     program = """
 import mxnet as mx
 import kvstore_hvd

@@ -117,6 +117,13 @@ inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_
   }
 }
 
+// How messages name the ranks: Hosts::processes.
+inline std::vector<std::pair<std::string, int>> test_processes(const Placement& placement) {
+  std::size_t size = 0;
+  for (const auto& ranks : placement) size += ranks.size();
+  return std::vector<std::pair<std::string, int>>(size, {"testhost", static_cast<int>(getpid())});
+}
+
 // Runs `body(engine, rank)` on every rank of a fresh world, on these hosts, and `watch` beside them. `ends`: the hosts'
 // transports, in place of those of these tests.
 inline void with_hosts(const Placement& placement, const std::function<void(Engine&, int)>& body,
@@ -135,11 +142,9 @@ inline void with_hosts(const Placement& placement, const std::function<void(Engi
   }
   for (std::size_t host = 0; host < placement.size(); ++host) {
     segments.push_back(Segment::create(static_cast<int>(placement[host].size()), arena_bytes, thresholds, inside,
-                                       std::nullopt, Hosts{static_cast<int>(host), placement}));
+                                       std::nullopt,
+                                       Hosts{static_cast<int>(host), placement, test_processes(placement)}));
     if (ends.size() <= host) ends.push_back(std::make_shared<MemoryNetwork::End>(network, static_cast<int>(host)));
-    for (const auto& ranks : placement) {
-      for (const int rank : ranks) segments.back()->introduce(rank, static_cast<int>(getpid()), "testhost");
-    }
   }
   for (std::size_t host = 0; host < placement.size(); ++host) {
     if (placement.size() > 1) {

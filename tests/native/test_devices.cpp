@@ -270,7 +270,7 @@ const bool not_handed_over = testing::add("a rank that comes to a batch when the
   check(pipeline_of(0)->advance(policy) && queues[0].holds(slot), "the first rank hands it over");
   alarms[0].raise(ErrorCode::kTransport, "the test says so");
   const auto late = pipeline_of(1);
-  while (late->finish(policy)) {
+  while (late->drain(policy)) {
   }
   check(!queues[1].holds(slot), "the second one does not");
 });

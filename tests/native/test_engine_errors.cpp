@@ -6,7 +6,7 @@
 #include "check.hpp"
 #include "ranks.hpp"
 #include "shm/arena.hpp"
-#include "shm/describe.hpp"
+#include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {

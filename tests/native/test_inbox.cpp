@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "check.hpp"
-#include "shm/inbox.hpp"
+#include "shm/wait.hpp"
 
 namespace kvstore_hvd {
 namespace {

@@ -6,7 +6,7 @@
 #include <thread>
 #include <vector>
 
-#include "base/gate.hpp"
+#include "base/process.hpp"
 #include "check.hpp"
 #include "ranks.hpp"
 #include "shm/arena.hpp"

@@ -13,11 +13,10 @@
 #include <thread>
 
 #include "check.hpp"
+#include "link/loop.hpp"
 #include "ranks.hpp"
-#include "shm/alarm.hpp"
-#include "shm/doorbell.hpp"
 #include "shm/liveness.hpp"
-#include "shm/process_end.hpp"
+#include "shm/wait.hpp"
 #include "shm/world.hpp"
 
 namespace kvstore_hvd {

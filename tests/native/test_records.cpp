@@ -13,7 +13,7 @@
 
 #include "check.hpp"
 #include "link/link.hpp"
-#include "link/records.hpp"
+#include "link/mail.hpp"
 #include "ranks.hpp"
 
 namespace kvstore_hvd {
@@ -260,8 +260,7 @@ struct Outcome {
 // itself.
 Outcome run(const std::shared_ptr<Script>& script, int tested, const std::vector<Operation>& all, bool ends) {
   const Placement placement = placement_around(tested);
-  const auto segment = Segment::create(2, 0, {}, {}, std::nullopt, Hosts{tested, placement});
-  for (int rank = 0; rank < kSize; ++rank) segment->introduce(rank, 1, "testhost");
+  const auto segment = Segment::create(2, 0, {}, {}, std::nullopt, Hosts{tested, placement, test_processes(placement)});
   Link link(segment, script, LinkOptions{});
   std::vector<std::unique_ptr<Engine>> engines;
   for (int local = 0; local < 2; ++local) engines.push_back(std::make_unique<Engine>(segment, local, thread_options()));
@@ -287,9 +286,9 @@ Outcome run(const std::shared_ptr<Script>& script, int tested, const std::vector
       --at_work;
     });
   }
-  auto moved = Link::Clock::now();
+  auto moved = Clock::now();
   while (at_work > 0) {
-    const auto now = Link::Clock::now();
+    const auto now = Clock::now();
     if (link.step(now)) moved = now;
     if (!ends && script->is_through() && now - moved > kStall) engines[0]->abort("there is no more");
     std::this_thread::yield();
@@ -376,10 +375,9 @@ const bool valid = testing::add("valid streams are followed", [] {
 
 const bool changed = testing::add("changed streams are refused, or taken for what they may be", [] {
   const char *const limit = std::getenv("KVHVD_TEST_RECORDS_S"), *const first = std::getenv("KVHVD_TEST_RECORDS_SEED");
-  const auto end = Link::Clock::now() + std::chrono::seconds(limit == nullptr ? 1 : std::atoi(limit));
+  const auto end = Clock::now() + std::chrono::seconds(limit == nullptr ? 1 : std::atoi(limit));
   int refused = 0, taken = 0;
-  for (auto seed = static_cast<std::uint32_t>(first == nullptr ? 0 : std::atoi(first)); Link::Clock::now() < end;
-       ++seed) {
+  for (auto seed = static_cast<std::uint32_t>(first == nullptr ? 0 : std::atoi(first)); Clock::now() < end; ++seed) {
     const int tested = static_cast<int>(seed % 2);
     const auto script = std::make_shared<Script>(seed);
     const Placement placement = placement_around(tested);

@@ -1,7 +1,7 @@
 // Time in which this process did not run does not count.
 #include <chrono>
 
-#include "base/running_time.hpp"
+#include "base/process.hpp"
 #include "check.hpp"
 
 namespace kvstore_hvd {
@@ -13,7 +13,7 @@ using testing::check;
 
 const bool patience = testing::add("a limit stands still while the process does", [] {
   Patience limit(seconds(2));
-  auto now = Patience::Clock::now();
+  auto now = Clock::now();
   check(!limit.is_over(now += milliseconds(900)), "0.9 s");
   check(!limit.is_over(now += seconds(100)), "a pause counts as a moment");
   check(!limit.is_over(now += milliseconds(900)), "1.9 s");
@@ -21,7 +21,7 @@ const bool patience = testing::add("a limit stands still while the process does"
 });
 
 const bool standstills = testing::add("what overlaps with times in which the process did not run is told", [] {
-  const auto start = Standstills::Clock::now();
+  const auto start = Clock::now();
   const auto at = [start](double s) { return start + milliseconds(static_cast<int>(s * 1000)); };
   Standstills pauses(start);
   for (const double s : {0.5, 1.0, 31.0, 31.5, 41.5})

@@ -5,13 +5,13 @@
 #include <atomic>
 #include <string>
 
-#include "base/blocking.hpp"
+#include "base/process.hpp"
 #include "check.hpp"
-#include "engine/engine_options.hpp"
+#include "engine/pending.hpp"
 #include "engine/schedule.hpp"
 #include "engine/tensor_table.hpp"
 #include "ranks.hpp"
-#include "shm/alarm.hpp"
+#include "shm/wait.hpp"
 #include "shm/world.hpp"
 
 namespace kvstore_hvd {
@@ -205,7 +205,7 @@ const bool ceased = testing::add("a call of MXNet that no look has seen of late 
   Activity activity;
   activity.set_line("train.py:3", {{1, false}});
   activity.set_line("train.py:3", {{1, true}});
-  const auto now = Activity::Clock::now();
+  const auto now = Clock::now();
   check(activity.in_mxnet_since(now).has_value(), "seen a moment ago");
   check(!activity.in_mxnet_since(now + std::chrono::minutes(1)).has_value(), "seen a minute ago");
   activity.set_line("train.py:4", {});

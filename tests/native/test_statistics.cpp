@@ -4,7 +4,7 @@
 
 #include "check.hpp"
 #include "ranks.hpp"
-#include "report/statistics.hpp"
+#include "report/report.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -71,16 +71,16 @@ const bool counted = testing::add("the engine reports operations, bytes, algorit
       engine.wait(*second);
     }
     check(!engine.run(allreduce("unlike", unlike)).ok(), "shapes differ");
-    std::vector<NamedStatistics> all = engine.report().names;
-    std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
+    std::vector<std::pair<std::string, Statistics>> all = engine.report().names;
+    std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     if (!check(all.size() == 3, "three names")) return;
     const auto& [large_name, of_large] = all[0];
     const auto& [small_name, of_small] = all[1];
-    check(large_name == "large" && small_name == "small" && all[2].name == "unlike", "names");
+    check(large_name == "large" && small_name == "small" && all[2].first == "unlike", "names");
     check(of_large.operations == kRounds && of_large.bytes == kRounds * large.size() * sizeof(float), "large");
     check(of_small.operations == kRounds && of_small.bytes == kRounds * small.size() * sizeof(float), "small");
     check(of_large.algorithm == algorithm_of_these_tests(Algorithm::kTwoShot), "algorithm of the large one");
-    check(all[2].statistics.algorithm == Algorithm::kFail && all[2].statistics.bytes == 0, "failed");
+    check(all[2].second.algorithm == Algorithm::kFail && all[2].second.bytes == 0, "failed");
     for (const auto& [name, one] : all) {
       for (const Times& times : {one.total, one.last}) {
         check(times.queued.count() >= 0 && times.reducing.count() >= 0 && times.exposed.count() >= 0, name);

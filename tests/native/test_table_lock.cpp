@@ -6,7 +6,7 @@
 #include "check.hpp"
 #include "engine/tensor_table.hpp"
 #include "ranks.hpp"
-#include "shm/alarm.hpp"
+#include "shm/wait.hpp"
 #include "shm/world.hpp"
 
 namespace {

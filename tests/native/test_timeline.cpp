@@ -4,7 +4,7 @@
 
 #include "check.hpp"
 #include "ranks.hpp"
-#include "report/timeline.hpp"
+#include "report/report.hpp"
 
 namespace kvstore_hvd {
 namespace {

@@ -1,15 +1,46 @@
-// Every rank stages its input, and takes what it wants of all ranks': copies it (exchange), or reduces it
-// (reduce-scatter).
+// Broadcast: the root stages its array, and all copy it. Over hosts it lays it into the link's memory, and the link
+// sends it to the other hosts.
 //
-// Over hosts every rank lays its input into the link's memory, which has a place for each rank of the world, in the
-// order of the hosts; the link sends those of its host to the others. (A reduce-scatter over hosts: link_sum.cpp.)
-#include <algorithm>
+// Exchange and reduce-scatter: every rank stages its input, and takes parts of all ranks': copies them, or reduces
+// them. Over hosts every rank lays its input into the link's memory, which has a place for each rank of the world, in
+// the order of the hosts; the link sends those of its host to the others. (A reduce-scatter over hosts: link_sum.cpp.)
 #include <cstring>
 
 #include "engine/algorithms/algorithm.hpp"
 
 namespace kvstore_hvd {
 namespace {
+
+void copy_from(const Chunk& chunk, const char* staged, bool is_root) {
+  chunk.for_each_in(chunk.all(), [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+    const Request& request = chunk.request(piece);
+    if (is_root && request.inputs[0] == request.outputs[0]) return;
+    std::memcpy(chunk.result(piece) + offset, staged + piece.staged + offset, bytes);
+  });
+}
+
+void fill_root(Chunk& chunk) {
+  if (chunk.entry().root == chunk.rank()) chunk.stage(chunk.all());
+}
+
+bool copy(Chunk& chunk) {
+  const int root = chunk.entry().root;
+  if (root != chunk.rank() && !chunk.has_filled(root)) return false;
+  copy_from(chunk, chunk.staging(root), root == chunk.rank());
+  return true;
+}
+
+bool is_root_of_all(const Chunk& chunk) { return chunk.world().rank(chunk.rank()).rank_of_world == chunk.entry().root; }
+
+void fill_link_root(Chunk& chunk) {
+  if (is_root_of_all(chunk)) chunk.stage_to(chunk.world().link_memory(chunk.index()), chunk.all());
+}
+
+bool copy_from_link(Chunk& chunk) {
+  if (!chunk.has_arrived()) return false;
+  copy_from(chunk, chunk.world().link_memory(chunk.index()), is_root_of_all(chunk));
+  return true;
+}
 
 // Ranks may contribute different numbers of elements; a piece has room for the largest.
 void stage_contributed(Chunk& chunk, char* memory) {
@@ -29,7 +60,7 @@ void fill_all(Chunk& chunk) { chunk.stage(chunk.all()); }
 char* link_memory_of(const Chunk& chunk, int rank_of_world) {
   World& world = chunk.world();
   return world.link_memory(chunk.index()) +
-         static_cast<std::size_t>(world.home(rank_of_world).place) * chunk.entry().staged_bytes;
+         static_cast<std::size_t>(world.member(rank_of_world).position) * chunk.entry().staged_bytes;
 }
 
 void fill_link_memory(Chunk& chunk) {
@@ -72,12 +103,15 @@ bool reduce_parts(Chunk& chunk) {
   if (!chunk.all_filled()) return false;
   for_each_part(chunk, [&](const Piece& piece, const Part&, const Chunk::Overlap& overlap) {
     const auto input = [&](int r) { return input_of(chunk, piece, r) + overlap.offset; };
-    chunk.reduce_to_own(piece, input, overlap.output, overlap.bytes);
+    chunk.reduce(chunk.reduction(piece), input, [&](int) { return overlap.output; }, 1, overlap.bytes);
   });
   return true;
 }
 
 }  // namespace
+
+const Steps kBroadcast{Steps::Memory::kStaging, fill_root, copy, nullptr};
+const Steps kLinkBroadcast{Steps::Memory::kLink, fill_link_root, nullptr, copy_from_link};
 
 const Steps kExchange{Steps::Memory::kStaging, fill_contributed, copy_parts, nullptr};
 const Steps kReduceScatter{Steps::Memory::kStaging, fill_all, reduce_parts, nullptr};

@@ -7,7 +7,6 @@
 #include <cstring>
 
 #include "engine/algorithms/algorithm.hpp"
-#include "reduce/reduce.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -39,11 +38,12 @@ bool reduce_slice(Chunk& chunk) {
       if (direct) return world.arena(r) + world.mark(piece.slot, r).place + piece.offset + offset;
       return chunk.staging(r) + piece.staged + offset;
     };
-    chunk.reduce_within_host(piece, input, sum + piece.staged + offset, bytes);
+    char* const output = sum + piece.staged + offset;
+    chunk.reduce(reduction_within_host(chunk.request(piece)), input, [&](int) { return output; }, 1, bytes);
     const Signature& agreed = world.slots[piece.slot].agreed;
     if (!world.is_narrow_on_link(agreed)) return;
     char* const there = sum + chunk.entry().staged_bytes / 2 * 3 + (piece.staged + offset) / 2;
-    narrow(world.dtype_on_link(agreed), sum + piece.staged + offset, there, bytes / sizeof(float));
+    narrow(world.dtype_on_link(agreed), output, there, bytes / sizeof(float));
   });
   return true;
 }

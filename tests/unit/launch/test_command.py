@@ -149,7 +149,7 @@ def test_help_has_few_variables(capfd):
 
 
 def test_as_many_workers_as_the_engine_and_open_files_allow(monkeypatch):
-    header = (Path(__file__).resolve().parents[3] / "native/shm/failure.hpp").read_text()
+    header = (Path(__file__).resolve().parents[3] / "native/shm/wait.hpp").read_text()
     assert f"kMaxRanks = {hosts.MAX_WORKERS};" in header
     given = resource.getrlimit
 

@@ -34,7 +34,7 @@ INTERNAL = {
 }
 # Lines for the developer, or facts that become part of a text that has a fix.
 WITHOUT_FIX = {
-    "gpu/launcher.py": "a fact for native/request/messages.cpp, which adds the fix",
+    "gpu/launcher.py": "a fact for native/request/request.cpp, which adds the fix",
     "gpu/nccl.py": "as in launcher.py",
     "gpu/ring_executor.py": "a detail of the error of world/gpus.py",
     "gpu/streams.py": "as in ring.py",

@@ -1,4 +1,4 @@
-#include "shm/describe.hpp"
+#include "shm/world.hpp"
 
 #include <algorithm>
 #include <cstring>
@@ -63,12 +63,6 @@ std::string rank_name(World& world, int rank) {
   return "rank " + std::to_string(world.rank(rank).rank_of_all);
 }
 
-std::string describe_ranks(World& world, const std::vector<int>& ranks) {
-  std::vector<int> numbers;
-  for (const int rank : ranks) numbers.push_back(world.rank(rank).rank_of_all);
-  return describe_ranks(numbers);
-}
-
 std::string describe_ranks(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (std::size_t i = 0; i < ranks.size();) {
@@ -85,14 +79,11 @@ std::string describe_ranks(const std::vector<int>& ranks) {
 std::string describe_host(World& world, int host) {
   std::vector<int> there;
   std::string name = std::to_string(host);
-  for (int rank = world.size - 1; rank >= 0; --rank) {
-    if (world.home(rank).host != host) continue;
-    there.insert(there.begin(), world.rank_of_all(rank));
-    if (host == world.host) {
-      name = world.rank(0).host;
-    } else if (world.remote(rank).is_known.load(std::memory_order_acquire) != 0) {  // Acquire: the name.
-      name = world.remote(rank).host;
-    }
+  for (int rank = 0; rank < world.size; ++rank) {
+    const Member& member = world.member(rank);
+    if (member.host != host) continue;
+    if (there.empty() && member.host_name[0] != '\0') name = member.host_name;
+    there.push_back(member.rank_of_all);
   }
   return "host " + name + " (" + describe_ranks(there) + ")";
 }
@@ -107,13 +98,9 @@ std::string describe_rank(World& world, int rank) {
 }
 
 std::string describe_member(World& world, int rank_of_world) {
-  const World::Home home = world.home(rank_of_world);
-  if (home.host == world.host) return describe_rank(world, home.rank);
-  const RemoteRank& remote = world.remote(rank_of_world);
-  const std::string text = "rank " + std::to_string(home.of_all);
-  // Acquire: as above.
-  if (remote.is_known.load(std::memory_order_acquire) == 0) return text + " (host " + std::to_string(home.host) + ")";
-  return describe_process(text, remote.host, remote.pid);
+  const Member& member = world.member(rank_of_world);
+  if (member.host == world.host) return describe_rank(world, member.local_rank);
+  return describe_process("rank " + std::to_string(member.rank_of_all), member.host_name, member.pid);
 }
 
 std::string describe_members(World& world, const std::vector<int>& ranks_of_world) {
@@ -126,11 +113,12 @@ std::string describe_members(World& world, const std::vector<int>& ranks_of_worl
   }
   if (shown == ranks_of_world.size()) return text;
   std::vector<int> rest;
-  for (std::size_t i = kMost; i < ranks_of_world.size(); ++i) rest.push_back(world.rank_of_all(ranks_of_world[i]));
+  for (std::size_t i = kMost; i < ranks_of_world.size(); ++i)
+    rest.push_back(world.member(ranks_of_world[i]).rank_of_all);
   return text + " and " + describe_ranks(rest);
 }
 
-std::string describe_speaker(World& world, int rank) {
+std::string error_prefix(World& world, int rank) {
   std::string text = "[" + rank_name(world, rank) + "/" + std::to_string(world.size_of_all);
   if (world.set_number != 0) {
     text += ", ";
@@ -141,6 +129,25 @@ std::string describe_speaker(World& world, int rank) {
     text += "process set " + std::to_string(world.set_number);
   }
   return text + "] ";
+}
+
+void ring_all(World& world) {
+  for (int r = 0; r < world.ranks; ++r) world.rank(r).bell.ring();
+  if (world.has_link()) ring_link(world);
+}
+
+void wake_all(World& world) {
+  world.table_lock.wake();
+  world.schedule_lock.wake();
+  for (int r = 0; r < world.parties; ++r) {
+    RankState& rank = world.rank(r);
+    rank.filled.wake();
+    rank.reduced.wake();
+    rank.collected.wake();
+    rank.bell.wake();
+  }
+  for (const Claims& claims : world.claims) claims.finished.wake();
+  if (world.has_link()) ring_link(world);
 }
 
 }  // namespace kvstore_hvd

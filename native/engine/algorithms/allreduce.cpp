@@ -1,10 +1,13 @@
-// Allreduces through staging memory.
+// Allreduces on one host.
 //
 // One-shot: every rank stages its contribution, and reduces those of all into its own result.
 //
 // Two-shot: every rank reduces one slice for all: it reads the others' contributions to it from their staging memories,
 // writes the result back there, and copies the other slices from its own. Each staging line moves between two cores
 // exactly twice and is never shared for reading: rewriting a line that other cores hold copies of costs more.
+//
+// Direct: arrays in arenas, which every rank can read and write. A rank claims a part of the entry, reduces it from all
+// arrays into all, and claims the next; so a rank that comes late does less.
 #include <cstring>
 
 #include "engine/algorithms/algorithm.hpp"
@@ -20,7 +23,8 @@ bool reduce_all(Chunk& chunk) {
     const auto input = [&](int r) {
       return (r == chunk.rank() ? chunk.source(piece) : chunk.staging(r) + piece.staged) + offset;
     };
-    chunk.reduce_to_own(piece, input, chunk.result(piece) + offset, bytes);
+    const auto own = [&](int) { return chunk.result(piece) + offset; };
+    chunk.reduce(chunk.reduction(piece), input, own, 1, bytes);
   });
   return true;
 }
@@ -40,7 +44,7 @@ bool reduce_slice(Chunk& chunk) {
       return r == chunk.rank() ? chunk.source(piece) + offset : staged(r);
     };
     const auto output = [&](int r) { return r == chunk.rank() ? chunk.result(piece) + offset : staged(r); };
-    chunk.reduce_to_all(piece, input, output, bytes);
+    chunk.reduce(chunk.reduction(piece), input, output, chunk.world().ranks, bytes);
   });
   return true;
 }
@@ -57,9 +61,43 @@ bool collect_others(Chunk& chunk) {
   return true;
 }
 
+Claims& claims_of(const Chunk& chunk) { return chunk.world().claims[chunk.index() % kEntries]; }
+
+void reduce_part(Chunk& chunk, Range part) {
+  World& world = chunk.world();
+  chunk.for_each_in(part, [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
+    const auto array = [&](int r) { return world.arena(r) + world.mark(piece.slot, r).place + piece.offset + offset; };
+    chunk.reduce(chunk.reduction(piece), array, array, world.ranks, bytes);
+  });
+}
+
+// No waiting: all arrays of a scheduled entry are ready. Once the world is lost, the others' may be in use again.
+bool reduce_claimed(Chunk& chunk) {
+  if (chunk.is_lost) return true;
+  const Entry& entry = chunk.entry();
+  Claims& claims = claims_of(chunk);
+  const std::uint32_t parts = (entry.staged_bytes + entry.part_bytes - 1) / entry.part_bytes;
+  for (;;) {
+    // Relaxed: the arrays became visible with the entry.
+    const std::uint32_t part = claims.next.fetch_add(1, std::memory_order_relaxed);
+    if (part >= parts) return true;
+    const std::uint64_t begin = std::uint64_t{part} * entry.part_bytes;
+    reduce_part(chunk, Range{begin, std::min<std::uint64_t>(begin + entry.part_bytes, entry.staged_bytes)});
+    // Release and acquire: whoever does the last part publishes what all have written.
+    if (claims.done.fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
+      claims.finished.post(static_cast<std::uint32_t>(chunk.index() + 1));
+    }
+  }
+}
+
+// The parts that others have claimed.
+bool await_all_parts(Chunk& chunk) { return chunk.wait(claims_of(chunk).finished, chunk.index() + 1); }
+
 }  // namespace
 
 const Steps kOneShot{Steps::Memory::kStaging, fill_all, reduce_all, nullptr};
 const Steps kTwoShot{Steps::Memory::kStaging, fill_others, reduce_slice, collect_others};
+
+const Steps kDirect{Steps::Memory::kArrays, nullptr, reduce_claimed, await_all_parts};
 
 }  // namespace kvstore_hvd
