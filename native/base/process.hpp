@@ -71,7 +71,7 @@ class Gate {
     return state_.fetch_sub(kOne, std::memory_order_acq_rel) == (kClosed | kOne);
   }
 
-  // By a caller that is inside: nobody enters any more. Release: see enter().
+  // By a caller that is inside: no thread enters any more. Release: see enter().
   void close() { state_.fetch_or(kClosed, std::memory_order_release); }
 
  private:

@@ -141,7 +141,7 @@ std::vector<Activity::Caller> callers_of(const std::string& package) {
   return all;
 }
 
-// The last owner may be the garbage collector, and an engine that nobody has shut down waits for the other ranks when
+// The last owner may be the garbage collector, and an engine that was not shut down waits for the other ranks when
 // it goes: not with the GIL. (It may also be a thread of MXNet's, which has none.)
 void delete_without_gil(Engine* engine) {
   std::optional<py::gil_scoped_release> release;

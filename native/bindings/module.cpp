@@ -1,3 +1,4 @@
+// The module: errors, segments, arenas, reductions, links and the adapter to MXNet. The engine: bind_engine.cpp.
 #include <unistd.h>
 
 #include <array>

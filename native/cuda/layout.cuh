@@ -24,13 +24,13 @@ struct Segment {
   u32 rank;
 };
 
-// A counter in a line of its own: its one writer disturbs nobody who reads another.
+// A counter in a line of its own: its one writer does not disturb readers of others.
 struct alignas(128) Counter {
   u32 value;
 };
 
 // Of one rank, in device memory that all ranks see. All counters start equal on all ranks (0, say), and wrap around:
-// they are compared by their signed distance. Nobody else touches what no comment says is written by others.
+// they are compared by their signed distance. Only its rank writes a counter, unless a comment says otherwise.
 struct Control {
   Counter filled[kMaxChannels];  // slots of this rank's FIFO that the previous rank of the ring has filled
   Counter freed[kMaxChannels];   // slots of the next rank's FIFO that the next rank has read
@@ -278,11 +278,11 @@ KVHVD_INLINE bool meet(const World& world, const Launch& launch, u32 number, Pla
     // Release: this block's accesses are before the flags that the last block to arrive stores; acquire: so are those
     // of the blocks that arrived before it.
     if (blocks() > 1 && add_acquire_release(&own.arrived.value, 1) + 1 != blocks()) shared.last = 0;
-    // Nobody adds again before having seen the flag that this block is about to store.
+    // No block adds again before it has seen the flag that this block is about to store.
     if (shared.last != 0) store_relaxed(&own.arrived.value, 0);
   }
   block_sync();
-  // All flags before the first wait: whoever waits for this rank must not wait for another one through it.
+  // All flags before the first wait: a rank that waits for this one must not wait for another one through it.
   // Release: all accesses of this rank, gathered above, are before the flag.
   for (u32 rank = thread(); shared.last != 0 && rank < world.ranks; rank += threads()) {
     store_release(&world.control[rank]->met[world.rank].value, number);

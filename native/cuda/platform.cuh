@@ -1,7 +1,7 @@
 // What a kernel asks of the machine it runs on. On a GPU: this file, without any header of CUDA, so that NVRTC needs
 // none. With g++: tests/native/cuda/host/platform.hpp, where a CUDA thread is a fiber or a thread of the host.
 //
-// Data are read and written by load() and store(), which are weak accesses: whoever uses them has ordered them with the
+// Data are read and written by load() and store(), which are weak accesses: their callers order them with the
 // flags below. They are never marked read-only for the kernel (ld.global.nc): peers write while it runs.
 #pragma once
 

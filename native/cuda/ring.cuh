@@ -26,7 +26,7 @@ class Ring {
 
   KVHVD_INLINE void allreduce() {
     const u64 vectors = divided_up(launch_.bytes, u64{kVectorBytes});
-    // Counted on from launch to launch. Nobody else touches the word; thread 0 writes it when all have read it.
+    // Counted on from launch to launch. No other block touches the word; thread 0 writes it when all have read it.
     u32& steps = world_.control[world_.rank]->steps[block()].value;
     sent_ = steps;
     if (thread() == 0) {

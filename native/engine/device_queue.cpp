@@ -48,7 +48,7 @@ void DeviceQueue::give_up(std::chrono::nanoseconds limit) {
 }
 
 bool DeviceQueue::others_are_through(const std::function<bool(int)>& is_dead) const {
-  // Relaxed: this process's own, and ordered by whoever ended the last one before it asks.
+  // Relaxed: this process's own, and ordered by the thread that ended the last one.
   const std::uint32_t own = world_.rank(rank_).batches_ended.load(std::memory_order_relaxed);
   if (own == 0) return true;
   // In a lost world the ranks may have begun different batches.
@@ -81,16 +81,16 @@ std::optional<DeviceBatch> DeviceQueue::take(std::chrono::nanoseconds limit) {
   DeviceBatch batch = std::move(waiting_.front());
   waiting_.pop_front();
   RankState& own = world_.rank(rank_);
-  // Sequentially consistent, as are is_set() and what others_are_through() reads: either whoever leaves a lost world
-  // sees this batch, or this rank sees that the world is lost.
+  // Sequentially consistent, as are is_set() and what others_are_through() reads: either a rank that leaves a lost
+  // world sees this batch, or this rank sees that the world is lost.
   own.batches_begun.fetch_add(1, std::memory_order_seq_cst);
   if (world_.failure.is_set()) {
     slots_.erase(batch.number);
     own.batches_ended.fetch_add(1, std::memory_order_release);  // as in done()
     return std::nullopt;
   }
-  // There may be room for the next one now. Sequentially consistent, as is the count above: either whoever is woken for
-  // a new tensor sees the room, or this rank sees the tensor.
+  // There may be room for the next one now. Sequentially consistent, as is the count above: either a rank that is woken
+  // for a new tensor sees the room, or this rank sees the tensor.
   if (world_.ready_on_device.count.load(std::memory_order_seq_cst) != 0) ring_all(world_);
   return batch;
 }
@@ -104,7 +104,7 @@ bool DeviceQueue::done(std::uint64_t number) {
   if (!is_given_up_) finished_.insert(finished_.end(), found->second.begin(), found->second.end());
   finished_count_.store(finished_.size(), std::memory_order_relaxed);
   slots_.erase(found);
-  // Release: whatever the device has read was read before whoever sees the count.
+  // Release: the device has read its inputs before a rank sees the count.
   world_.rank(rank_).batches_ended.fetch_add(1, std::memory_order_release);
   return true;
 }

@@ -12,7 +12,7 @@ namespace {
 // See submit_and_linger and wait_briefly.
 constexpr std::chrono::microseconds kLinger{60};
 constexpr std::chrono::microseconds kBriefly{5};
-// How long a rank that leaves waits for the devices of the others: for kernels that run, and wait for nobody any more.
+// How long a rank that leaves waits for the devices of the others: for kernels that run.
 constexpr std::chrono::seconds kDevicesLeave{2};
 
 }  // namespace
@@ -191,7 +191,7 @@ void Engine::Inner::submit(const std::shared_ptr<Work>& work, bool caller_waits)
   progress.on_submitted(lock, *work, added, caller_waits);
 }
 
-// ---- Waiting. Whoever leaves completes all works first, so outside there is nothing to wait for. ----
+// ---- Waiting. A rank that leaves completes all works first, so outside there is nothing to wait for. ----
 
 bool Engine::wait(Work& work, std::chrono::nanoseconds limit) {
   if (work.done()) return true;
@@ -369,7 +369,7 @@ bool Engine::Inner::leave(const std::string& reason) {
   own().presence.store(Presence::kLeft, std::memory_order_release);
   world.left.fetch_add(1, std::memory_order_release);
   ring_all(world);
-  // The watcher last: while the communication thread is about, somebody has to look after the other ranks.
+  // The watcher last: while the communication thread runs, the other ranks are watched.
   progress.stop();
   watcher.stop();
   {
@@ -381,7 +381,7 @@ bool Engine::Inner::leave(const std::string& reason) {
   return are_through;
 }
 
-// Whoever calls shutdown() gives the devices' memory back next, which other ranks may still read.
+// The caller of shutdown() releases the devices' memory next, which other ranks may still read.
 bool Engine::Inner::await_devices() {
   Patience patience(kDevicesLeave);
   while (!devices.others_are_through([this](int r) { return watcher.is_dead(r); })) {

@@ -139,7 +139,7 @@ class Engine {
   const pid_t owner_;
   const std::string error_prefix_;
   mutable Gate gate_;                     // of inner_
-  mutable std::unique_ptr<Inner> inner_;  // gone when the gate is closed and nobody is inside
+  mutable std::unique_ptr<Inner> inner_;  // gone when the gate is closed and no thread is inside
   std::mutex remains_mutex_;
   bool is_left_ = false;
   Remains remains_;  // written once, before the gate is closed; the timeline's: under the mutex

@@ -156,7 +156,7 @@ void Progress::communicate() {
       const Lock lock = state_.locked();
       stop_progressing();
     }
-    // Without spinning: it would take the core from whoever submits the next operation.
+    // Without spinning: it would take the core from the thread that submits next.
     bell.wait_change(seen, WaitPolicy{}, kIdleTick, state_.world.failure);
   }
 }
@@ -290,7 +290,7 @@ void Watcher::look_after_link() {
 void Watcher::look_after_pending() {
   Pending::Overdue overdue;
   {
-    // Whoever has the lock may wait in a critical section for a rank that has just died there, and this thread is the
+    // The holder may wait in a critical section for a rank that has just died there, and this thread is the
     // one that would notice: it tries again at the next tick.
     const Lock lock(state_.mutex, std::try_to_lock);
     if (!lock.owns_lock()) return;
@@ -306,10 +306,10 @@ void Watcher::look_after_pending() {
   if (fact.empty()) return;
   const std::size_t end = std::min(fact.find("\n  Fix: "), fact.size());
   std::string stopped;
-  // Whom this rank waits for may itself wait for one that is stopped.
+  // The late rank may itself wait for a stopped one.
   for (const int r : liveness_.stopped()) {
     if (fact.find(rank_name(state_.world, r) + " is stopped") != std::string::npos) continue;
-    const std::string whole = describe_rank(state_.world, r);  // host and process are told once
+    const std::string whole = describe_rank(state_.world, r);  // host and process appear once
     const bool is_told = fact.find(whole) != std::string::npos;
     stopped += ".\n  " + (is_told ? rank_name(state_.world, r) : whole) + " is stopped";
   }

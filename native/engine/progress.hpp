@@ -115,7 +115,7 @@ class Progress {
 
   EngineState& state_;
   // With the engine's mutex, as are the flags.
-  std::condition_variable changed_;         // something completed, or nobody makes progress any more
+  std::condition_variable changed_;         // an operation completed, or no thread makes progress
   std::condition_variable parked_changed_;  // unpark_, stopping_
   int waiters_ = 0;
   bool progressing_ = false, callers_progress_ = false, parked_ = false, unpark_ = false, stopping_ = false;
@@ -123,7 +123,7 @@ class Progress {
   std::atomic<bool> retries_slots_{false};
 
   Pipeline pipeline_;      // of the thread that makes progress
-  bool finished_ = false;  // likewise: what comes once when the world is lost is over
+  bool finished_ = false;  // likewise: finish_what_is_done() was called
   std::thread communication_;
 };
 

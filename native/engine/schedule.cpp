@@ -59,7 +59,7 @@ ChunkPlan plan_link_chunk(Collective collective, std::uint64_t tensor_bytes, std
 // Of the bytes of one rank, so that those of all that lie in one memory fit in.
 std::uint64_t Schedule::largest_chunk(Collective collective) const {
   if (!world_.has_link()) return world_.layout.stage_bytes;
-  int parts = 4;  // this host's sum, the result, and what comes from the other hosts; see LinkChunks
+  int parts = 4;  // this host's sum, the result, and the sums of the other hosts; see LinkChunks
   if (collective == Collective::kBroadcast) parts = 1;
   if (collective == Collective::kExchange) parts = world_.size;
   const std::uint64_t share = world_.layout.link_bytes / static_cast<std::uint64_t>(parts) / kAlignment * kAlignment;
@@ -86,7 +86,7 @@ bool Schedule::devices_have_tensors_and_room() const {
   for (int r = 1; r < world_.ranks; ++r) {
     if (world_.rank(r).batches_begun.load(std::memory_order_seq_cst) != begun) return false;
   }
-  // Relaxed, and last: whoever has begun an entry has seen it published, and with it the count, which is never older.
+  // Relaxed, and last: a rank that has begun an entry has seen it published, and with it the count.
   return world_.device_entries.load(std::memory_order_relaxed) == begun;
 }
 
@@ -208,8 +208,8 @@ void Schedule::make_ready(std::uint32_t slot, std::int32_t priority) {
 
 bool Schedule::available(std::uint32_t index) const {
   if (world_.has_link()) return is_published(index);  // it decides for all ranks of this host
-  // Whoever decides an entry publishes it before it takes its tensors off the count; so a rank that sees no tensor, and
-  // then no entry, has seen all there is, in this order and with one total order of these accesses.
+  // The rank that decides an entry publishes it before it takes its tensors off the count; so a rank that sees no
+  // tensor, and then no entry, has seen all there is, in this order and with one total order of these accesses.
   return world_.ready.count.load(std::memory_order_seq_cst) != 0 || devices_have_tensors_and_room() ||
          world_.head.load(std::memory_order_seq_cst) != index;
 }

@@ -56,7 +56,7 @@ class Schedule {
   std::optional<Decision> decide(Entry& entry);
   static void remove(const Decision& decision) { decision.heap->count.store(decision.left, std::memory_order_seq_cst); }
 
-  // Whether the entry, which another host has decided, goes on with its tensors as they are agreed on, and fits into
+  // Whether the entry, which another host has decided, continues its tensors as they are agreed on, and fits into
   // the memory of a chunk; if so, counts its bytes as scheduled.
   bool follow(const Entry& entry);
 

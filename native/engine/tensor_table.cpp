@@ -163,7 +163,7 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
   stage_inline(handle.slot, request, watched);
   add(own.announced, 1);
 
-  // Acquire: that the slot is still this name's says that nobody else reads what was written above.
+  // Acquire: while the slot is still this name's, no other rank reads what was written above.
   std::uint64_t state = slot.state.load(std::memory_order_acquire);
   while (version_of(state) == handle.version) {
     const bool last_here = announced_of(state) + 1 == world_.ranks;
@@ -250,7 +250,7 @@ void TensorTable::agree_over_hosts(std::uint32_t index, double weights) {
 void TensorTable::close_operation(std::uint32_t slot) {
   Mark& own = world_.mark(slot, world_.ranks);
   std::atomic<std::uint64_t>& state = world_.slots[slot].state;
-  // Relaxed: nobody else writes to it while all ranks have announced. Release: publishes what was agreed.
+  // Relaxed: no other party writes to it while all ranks have announced. Release: publishes what was agreed.
   const std::uint64_t now = state.load(std::memory_order_relaxed);
   if ((now & kAnnouncedEarly) == 0) add(own.announced, 1);
   add(own.completed, 1);  // the link looks at the slot no more than the ranks do

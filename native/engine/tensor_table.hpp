@@ -34,7 +34,7 @@ class TensorTable {
   enum class Outcome { kStale, kWaiting, kHere, kLast, kDone };
 
   // Announces this rank's next operation on the slot. kStale: the slot has changed hands, find() it again. kWaiting:
-  // for other ranks. kHere: every rank of this host has announced; what comes next is the link's. kLast: every rank has
+  // for other ranks. kHere: every rank of this host has announced; the link is next. kLast: every rank has
   // announced; the slot now has what was agreed, or the disagreement, and the caller makes it ready. kDone: the same,
   // and it was reduced inline. `watched`: a thread will watch this rank's mark.
   Outcome announce(const SlotHandle& handle, const Request& request, bool watched = false);

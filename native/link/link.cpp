@@ -113,7 +113,7 @@ bool Link::step(Clock::time_point now) {
 void Link::fail(const std::string& fact) {
   if (abort_) alarm_.raise(abort_->error, abort_->text);  // it was first
   alarm_.raise(ErrorCode::kTransport, fact);
-  if (after_failure_) is_over_ = true;  // another one: there is no way to tell anybody
+  if (after_failure_) is_over_ = true;  // a second failure: it cannot be sent
   if (!after_failure_) after_failure_.emplace(2 * kAbort);
 }
 
@@ -408,7 +408,7 @@ std::vector<Link::Behind> Link::behind(const std::vector<LateRank>& late) {
   for (int r = 0; r < world_.ranks; ++r) {
     const int rank = world_.rank(r).rank_of_world;
     const Doing& doing = world_.member(rank).doing;
-    Behind one{rank, doing.waits.load(std::memory_order_relaxed), {}};  // Relaxed: told again
+    Behind one{rank, doing.waits.load(std::memory_order_relaxed), {}};  // Relaxed: sent again
     const auto is_it = [&one](const LateRank& each) { return each.rank == one.rank; };
     const bool is_late = std::any_of(late.begin(), late.end(), is_it);
     if (!is_late && one.waits == 0) continue;

@@ -1,7 +1,7 @@
 // Messages between hosts over one TCP connection to each. Bytes go from the sender's memory to the kernel, and from
 // there into the memory of the receive that is posted; a message without one is kept until it is.
 //
-// A connection that ends is the loss of its host. It is told by test() of a receive of records, once, after all that
+// A connection that ends is the loss of its host. test() of a receive of records throws it, once, after all that
 // came before: links test that receive at every step, which also moves what has arrived.
 #include <fcntl.h>
 #include <netinet/in.h>
@@ -30,7 +30,7 @@ namespace {
 constexpr int kUnsent = 256 << 10;
 constexpr std::size_t kAhead = 4096;  // bytes that are read beyond a message: headers, and small messages whole
 constexpr std::size_t kTogether = 8;  // messages in one call
-// Messages of a tag that nobody waits for: of records more may follow, which are not read yet; the others are of
+// Messages of a tag without a receive: of records more may follow, which are not read yet; the others are of
 // chunks, of which fewer are under way.
 constexpr std::size_t kMostEarly = 64;
 static_assert(kMostEarly > kLinkSlots);

@@ -1,5 +1,5 @@
 // Messages between the links of a world's hosts: MPI's point-to-point semantics. Messages of one sender, receiver and
-// tag arrive in the order in which they were sent, and one that nobody receives yet waits.
+// tag arrive in the order in which they were sent, and a message without a receive waits.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ struct TransportError : std::runtime_error {
   enum class Kind {
     kFailed,
     kLost,     // the connection has ended: nothing more will come
-    kForeign,  // what came is nothing that a host of this version sends
+    kForeign,  // bytes that no host of this version sends
   };
   explicit TransportError(const std::string& what, int its_host = -1, Kind its_kind = Kind::kFailed)
       : std::runtime_error(what), host(its_host), kind(its_kind) {}

@@ -1,5 +1,5 @@
 // Collective operations on MXNet arrays: submitted through MXNet's engine, so that they start when the arrays are ready
-// and nobody reads an array before they are over, and carried out by ours.
+// and no array is read before they are over, and carried out by ours.
 #pragma once
 
 #include <sys/types.h>

@@ -70,7 +70,7 @@ class LocalReduction final : public AsyncOp {
     } catch (const std::exception& error) {
       failure_ = std::string("a reduction of this worker's own arrays failed: ") + error.what();
     }
-    // NaiveEngine ignores errors; whoever pushed asks.
+    // NaiveEngine ignores errors; the caller of the push asks.
     if (failure_.empty() || naive_) {
       completion.succeed();
     } else {
@@ -240,7 +240,7 @@ void Operation::finish(std::size_t place, const Status& status) {
     completion.succeed();
     return;
   }
-  // Before completing: whoever has waited for the arrays then finds it.
+  // Before completing: a thread that has waited for the arrays finds it.
   if (!status_.latches()) links_.unread->add(written_by(failed_), status_);
   completion.fail(error_text(Status(status_)));
 }

@@ -120,9 +120,9 @@ class Timeline {
   TimelineEvents kept_;
 };
 
-// Whom an announced operation waits for; ranks by their numbers in the world.
+// The ranks that an announced operation waits for, by their numbers in the world.
 struct Blamed {
-  // Those that have not announced it. When all have: those that are behind inside the collective; none when nobody is.
+  // Those that have not announced it. When all have: those that are behind inside the collective, if any.
   std::vector<int> ranks;
   bool announced_by_all = false;
 };
@@ -154,7 +154,7 @@ struct Missed {
   std::string name;
   std::uint64_t operation;  // with the name it tells operations apart
   std::uint32_t slot;
-  std::optional<Announced> announced = {};  // by one of them, if that was asked for and can be told
+  std::optional<Announced> announced = {};  // by one of them, if `described`
 };
 
 }  // namespace kvstore_hvd

@@ -27,7 +27,7 @@ constexpr std::size_t kMaxStage = std::size_t{1} << 20;
 // Of all ranks' payloads of one slot: address space, and what one rank may have to reduce while the others wait.
 constexpr std::size_t kMaxPayloads = std::size_t{64} << 10;
 
-// That the calling thread may run on; as many as it likes where nobody can tell.
+// Cores that the calling thread may run on; kMaxRanks where the system does not say.
 int usable_cores() {
   cpu_set_t set;
   return sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : kMaxRanks;
@@ -158,7 +158,7 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   const int fd = segment->fd();
   if (fd < 0) fail("creating the shared segment");
   if (ftruncate(fd, static_cast<off_t>(layout.total)) != 0) fail("sizing the shared segment");
-  // Nobody can take memory away under a rank that uses it.
+  // No process can take memory away under a rank that uses it.
   if (fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW) != 0) fail("sealing the shared segment");
   segment->map(layout.total);
   World& world = segment->world();

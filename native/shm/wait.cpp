@@ -86,7 +86,7 @@ void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono
 }
 
 void Flag::wake_sleepers() {
-  // Sequentially consistent, see post(): whoever is not woken here goes to sleep after this and sees the new value.
+  // Sequentially consistent, see post(): a waiter that is not woken here sleeps after this and sees the new value.
   if (asleep_.exchange(0, std::memory_order_seq_cst) != 0) wake();
 }
 
@@ -108,7 +108,7 @@ void SharedLock::lock(Alarm& alarm) {
   }
   Patience patience(alarm.timeout());
   while (!locked) {
-    // Acquire, as above. From here on the word says that somebody may sleep.
+    // Acquire, as above. From here on the word says that a rank may sleep.
     locked = word_.exchange(2, std::memory_order_acquire) == 0;
     if (locked) break;
     alarm.failure().check();

@@ -22,7 +22,7 @@ inline constexpr std::uint32_t kMaxInline = 4096;  // what an announcement can c
 // Algorithm selection thresholds, in bytes: measured, and overridable without a rebuild. The ranks of a world decide
 // alike, by those of the rank that created the segment.
 struct Thresholds {
-  std::uint32_t inlined = 4096;               // up to here whoever comes last reduces at once, without a schedule
+  std::uint32_t inlined = 4096;               // up to here the last rank reduces at once, without a schedule
   std::uint32_t inlined_direct = 128 << 10;   // the same, of arrays in arenas, all ranks' together
   std::uint32_t one_shot = 2048;              // up to here one synchronisation costs less than halving the bytes
   std::uint32_t large = 16 << 20;             // from here on the memory, not the latency, is the limit
@@ -185,7 +185,7 @@ enum class Algorithm : std::uint32_t {
   kOneShot,        // every rank stages everything and reduces everything: one synchronisation
   kTwoShot,        // every rank reduces one slice for all: two synchronisations, each byte moves twice
   kBroadcast,      // the root stages, the others copy
-  kDirect,         // arrays in arenas: whoever claims a part reduces it, from all arrays into all arrays
+  kDirect,         // arrays in arenas: a rank that claims a part reduces it, from all arrays into all arrays
   kInline,         // never scheduled: the last rank to announce reduces what the announcements carry
   kExchange,       // every rank stages its input and takes what it wants of the others'
   kReduceScatter,  // every rank stages everything and reduces what it receives
@@ -293,7 +293,7 @@ struct World {
   // The table of tensors, see tensor_table.hpp.
   SharedLock table_lock;
   std::atomic<std::uint32_t> slots_used;  // slots that have had a name; written under the lock
-  std::uint32_t clock_hand;               // where the search for an idle slot goes on
+  std::uint32_t clock_hand;               // where the next search for an idle slot begins
   std::uint32_t buckets[kSlots];          // 1 + slot, 0 when empty
   Slot slots[kSlots];
 

@@ -83,7 +83,7 @@ bool reduce_claimed(Chunk& chunk) {
     if (part >= parts) return true;
     const std::uint64_t begin = std::uint64_t{part} * entry.part_bytes;
     reduce_part(chunk, Range{begin, std::min<std::uint64_t>(begin + entry.part_bytes, entry.staged_bytes)});
-    // Release and acquire: whoever does the last part publishes what all have written.
+    // Release and acquire: the rank of the last part publishes what all have written.
     if (claims.done.fetch_add(1, std::memory_order_acq_rel) + 1 == parts) {
       claims.finished.post(static_cast<std::uint32_t>(chunk.index() + 1));
     }

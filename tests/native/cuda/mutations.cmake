@@ -2,7 +2,7 @@
 #
 #   kvhvd_mutation(NAME CAUGHT_BY FILE OLD NEW)
 #
-# OLD stands once in native/cuda/FILE and is replaced by NEW. CAUGHT_BY is the test program that must fail then;
+# OLD stands once in FILE, of native/cuda or of this folder, and is replaced by NEW. CAUGHT_BY is the test program that must fail then;
 # test_gpu_order does so under ThreadSanitizer.
 
 # ---- None: the programs succeed without a fault ----

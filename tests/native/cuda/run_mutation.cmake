@@ -9,7 +9,7 @@ function(kvhvd_mutation name caught_by file old new)
   endif()
   set(folder ${WORK}/${name})
   file(REMOVE_RECURSE ${folder})
-  file(COPY ${CUDA}/ DESTINATION ${folder})
+  file(COPY ${CUDA}/ ${TESTS}/ DESTINATION ${folder})
   file(READ ${folder}/${file} text)
   string(FIND "${text}" "${old}" first)
   string(FIND "${text}" "${old}" last REVERSE)
@@ -24,7 +24,7 @@ function(kvhvd_mutation name caught_by file old new)
   endif()
   # One element type: the faults are not those of a type.
   execute_process(
-    COMMAND ${COMMAND} -w -DKVHVD_ONLY=2 -I${folder} -I${TESTS} -I${TESTS}/.. ${TESTS}/${caught_by}.cpp ${LIBRARY} -pthread
+    COMMAND ${COMMAND} -w -DKVHVD_ONLY=2 -I${folder} -I${TESTS} -I${TESTS}/.. ${folder}/${caught_by}.cpp ${LIBRARY} -pthread
       -o ${folder}/${caught_by}
     RESULT_VARIABLE result)
   if(NOT result EQUAL 0)
