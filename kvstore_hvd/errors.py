@@ -1,13 +1,13 @@
 """Every exception that this package raises, and the form of their texts.
 
 Two families. *Lost worlds* (`HorovodInternalError` and its subclasses): the world of workers is broken; every later
-operation raises the same error until the world is reset, and elastic training recovers from them. *User errors*: one
+operation raises the same error until the world is reset, and elastic training recovers from it. *User errors*: one
 call was wrong; it fails, no array is changed, and the world stays usable. `HostsUpdatedInterrupt` is in neither:
 nothing has failed.
 
-Texts have one form (see `message`)::
+Texts have one form::
 
-    [rank 0/4 node1] allreduce 'dense0_weight' (key 3): ranks disagree on shape.
+    [rank 0/4] allreduce 'dense0_weight' (key 3): ranks disagree on shape.
       (256, 784): ranks 0-2
       (128, 784): rank 3
       Fix: build the same network on every rank.
@@ -39,10 +39,6 @@ __all__ = [
     "UnsupportedDtypeError",
     "UnsupportedMethodError",
     "UnsynchronisedTrainerError",
-    "fault_of_text",
-    "message",
-    "printable",
-    "rank_list",
 ]
 
 
@@ -150,7 +146,7 @@ class HostsUpdatedInterrupt(RuntimeError):
 
 
 def fault_of_text(text: str) -> str:
-    """Why a name cannot travel to the other workers, or empty: names travel as UTF-8, which has no lone surrogates."""
+    """Why a name cannot be sent to the other workers, or '': names are sent as UTF-8, which has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -171,14 +167,14 @@ def rank_list(ranks: Iterable[int]) -> str:
     """Name a set of ranks for people: ``'rank 3'``, ``'ranks 0-2, 5'``, ``'no rank'`` when empty."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
         else:
-            runs.append([rank, rank])
+            runs.append([rank])
     if not runs:
         return "no rank"
-    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def message(
@@ -187,46 +183,18 @@ def message(
     rank: int | None = None,
     size: int | None = None,
     within: str = "",
-    host: str = "",
     operation: str = "",
     name: str = "",
     key: object = None,
     details: Iterable[str] = (),
     fix: str = "",
 ) -> str:
-    """Build the text of an error: ``[rank r/size host] operation 'name' (key k): fact``, details, ``Fix:``.
+    """The text of an error: ``[rank r/size, within] operation 'name' (key k): fact``, details, ``Fix: fix``.
 
-    Parameters
-    ----------
-    fact : str
-        What is wrong, as a full sentence with its stop.
-    rank, size : int, optional
-        Who says so. Left out when there is no world yet.
-    within : str
-        The rank in a world of some of the workers: ``'rank 1/2 in process set 3'``.
-    host : str
-        Host of the rank; worth naming only when there are several hosts.
-    operation, name, key
-        The operation (``'allreduce'``), the name of its tensor and the user's key, each left out when empty.
-    details : iterable of str
-        One indented line each, such as the values per rank.
-    fix : str
-        What the user can do, as a sentence; ``'Fix: '`` is put before it.
-
-    Returns
-    -------
-    str
-        One line for the fact, then one line for each detail and the fix, indented by two spaces.
+    The fact is a sentence; what is empty is left out; `within` is the rank in a process set.
     """
-    head = ""
-    if rank is not None:
-        place = f"rank {rank}/{size if size is not None else '?'}"
-        head = f"[{place}{', ' + within if within else ''}{' ' + host if host else ''}] "
-    subject = " ".join(
-        part for part in (operation, f"'{name}'" if name else "", f"(key {key})" if key is not None else "") if part
-    )
-    lines = [f"{head}{subject}: {fact}" if subject else f"{head}{fact}"]
-    lines.extend(f"  {detail}" for detail in details)
-    if fix:
-        lines.append(f"  Fix: {fix}")
-    return "\n".join(lines)
+    prefix = "" if rank is None else f"[rank {rank}/{'?' if size is None else size}{within and f', {within}'}] "
+    parts = operation, name and f"'{name}'", "" if key is None else f"(key {key})"
+    subject = " ".join(filter(None, parts))
+    lines = [f"{prefix}{subject}{subject and ': '}{fact}", *(f"  {detail}" for detail in details)]
+    return "\n".join([*lines, f"  Fix: {fix}"] if fix else lines)

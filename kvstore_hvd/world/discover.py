@@ -315,11 +315,8 @@ def _compare_vendors(mpi: Any, launch: MPILaunch | None) -> None:
     vendor, version = mpi.get_vendor()
     # Processes of an old Open MPI do not start under the launcher of a new one; the other way round they do.
     too_old = launch.launcher == vendor == "Open MPI" and launch.version[:1] >= "5" and version[0] < 5
-    if (
-        (launch.launcher == "Open MPI" and vendor != "Open MPI")
-        or (launch.launcher == "MPICH" and vendor == "Open MPI")
-        or too_old
-    ):
+    is_open = vendor == "Open MPI"
+    if {"Open MPI": not is_open, "MPICH": is_open}.get(launch.launcher, False) or too_old:
         asked = f"{launch.size} workers were" if launch.size != 1 else "1 worker was"
         raise _other_mpi(mpi, launch, f"{asked} started by the mpirun of another MPI than the one that mpi4py loads.")
 

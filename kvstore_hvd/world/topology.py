@@ -8,13 +8,15 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from kvstore_hvd import errors, native
 
 __all__ = ["Topology"]
+
+_T = TypeVar("_T")
 
 _CLOCK_ROUNDS = 20
 
@@ -165,10 +167,7 @@ class Topology:
 
     def listed(self, values: Iterable[object]) -> list[str]:
         """The ranks that have each value, of values in the order of ranks: ``'float32: ranks 0-2'``, a line each."""
-        ranks: dict[object, list[int]] = {}
-        for rank, value in enumerate(values):
-            ranks.setdefault(value, []).append(rank)
-        return [f"{value}: {self.rank_list(having)}" for value, having in ranks.items()]
+        return [f"{value}: {self.rank_list(ranks)}" for value, ranks in _ranks_by(values).items()]
 
     @property
     def is_outside(self) -> bool:
@@ -194,7 +193,6 @@ class Topology:
 
     @property
     def host(self) -> str:
-        """Name of this rank's host."""
         return self.hosts[self.rank]
 
     @property
@@ -206,15 +204,19 @@ class Topology:
     @property
     def ranks_by_host(self) -> dict[str, list[int]]:
         """The ranks on each host, ascending; hosts are in the order of their lowest ranks, as links add them."""
-        ranks: dict[str, list[int]] = {}
-        for rank, host in enumerate(self.hosts):
-            ranks.setdefault(host, []).append(rank)
-        return ranks
+        return _ranks_by(self.hosts)
 
     @property
     def host_count(self) -> int:
-        """Number of hosts in the world."""
         return len(set(self.hosts))
+
+
+def _ranks_by(values: Iterable[_T]) -> dict[_T, list[int]]:
+    """The ranks that have each value, ascending; values are in the order of their lowest ranks."""
+    ranks: dict[_T, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(value, []).append(rank)
+    return ranks
 
 
 def _unique_names(hosts: Sequence[Host]) -> tuple[str, ...]:

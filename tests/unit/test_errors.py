@@ -41,7 +41,7 @@ def test_message_has_rank_subject_fact_details_and_fix():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"rank": 1, "size": 2, "host": "node1"}, "[rank 1/2 node1] fact."),
+        ({"rank": 1, "size": 2}, "[rank 1/2] fact."),
         ({"rank": 5, "size": 8, "within": "rank 1/2 in process set 3"}, "[rank 5/8, rank 1/2 in process set 3] fact."),
         ({"operation": "pushpull", "key": 0}, "pushpull (key 0): fact."),
     ],
