@@ -61,25 +61,21 @@ def discover(comm: Any = None) -> World:
         world = _launcher_world(known, ranks)
     elif communicator is not None or has_mpi:
         world = _mpi_world(known.mpi_launch, communicator, ranks)
-    else:
-        _refuse_foreign_launch(known)
-        if ranks is not None:
-            _check_ranks(ranks, 1)
+    elif known.foreign_launch is not None:
+        launcher, workers = known.foreign_launch
+        fact = f"{launcher} started {workers} workers; kvstore_hvd cannot find them, and each would train alone."
+        fix = f"start with `kvhvdrun -np {workers} python train.py` or `mpirun -np {workers} python train.py`."
+        raise LaunchError(message(fact, fix=fix))
+    elif ranks is not None:
+        _check_ranks(ranks, 1)
     if world is None:
         world = World(Topology.of(0, [Host.here()], source="single"), secrets.token_hex(8), secrets.token_bytes(32))
     topology = world.topology
     log.set_rank(topology.rank, topology.size)
     if topology.rank == 0:
         tell_unused()
-    log.logger.info(
-        "rank %d of %d, local rank %d of %d on %s, found by %s",
-        topology.rank,
-        topology.size,
-        topology.local_rank,
-        topology.local_size,
-        topology.host,
-        _SOURCES[topology.source],
-    )
+    place = f"rank {topology.rank} of {topology.size}, local rank {topology.local_rank} of {topology.local_size}"
+    log.logger.info("%s on %s, found by %s", place, topology.host, _SOURCES[topology.source])
     return world
 
 
@@ -135,14 +131,6 @@ def _launcher_world(known: Config, ranks: tuple[int, ...] | None) -> World | Non
     return World(
         Topology.of(chosen.index(rank), hosts, generation=known.generation, source="launcher"), job, known.secret
     )
-
-
-def _refuse_foreign_launch(known: Config) -> None:
-    if known.foreign_launch is not None:
-        launcher, workers = known.foreign_launch
-        fact = f"{launcher} started {workers} workers; kvstore_hvd cannot find them, and each would train alone."
-        fix = f"start with `kvhvdrun -np {workers} python train.py` or `mpirun -np {workers} python train.py`."
-        raise LaunchError(message(fact, fix=fix))
 
 
 # -- MPI ------------------------------------------------------------------------------------------------------------

@@ -254,8 +254,7 @@ def is_stopped(engine: native.Engine, rank: int) -> bool:
 def _state(engine: native.Engine, rank: int) -> str:
     """The state of a rank's process, a letter of proc(5); '' when it cannot be seen."""
     pid, _ = engine.process(rank)
-    try:
-        # The name in parentheses may hold anything.
+    try:  # the name in parentheses may hold anything
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode() if pid else ""
     except (OSError, IndexError):
         return ""
