@@ -18,8 +18,7 @@ from typing import Any
 
 from kvstore_hvd import log, native
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, message
-from kvstore_hvd.timeline.parts import Header, PartWriter, has_ended, part_path
-from kvstore_hvd.timeline.trace import write_trace
+from kvstore_hvd.timeline import Header, PartWriter, has_ended, part_path, write_trace
 from kvstore_hvd.world.topology import Topology, clock_ahead, exchange
 
 # Seconds between two writings; a killed worker loses the operations of this time.

@@ -8,9 +8,17 @@ import pytest
 
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.native import TimelineEvent
-from kvstore_hvd.timeline.__main__ import main
-from kvstore_hvd.timeline.parts import Header, PartWriter, has_ended, part_path, read_header
-from kvstore_hvd.timeline.trace import _OPEN_ROUNDS, _Rounds, write_trace
+from kvstore_hvd.timeline import (
+    _OPEN_ROUNDS,
+    Header,
+    PartWriter,
+    _Rounds,
+    has_ended,
+    part_path,
+    read_header,
+    write_trace,
+)
+from kvstore_hvd.timeline import main
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Host, Topology
 from support.timeline import Trace

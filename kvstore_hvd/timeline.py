@@ -1,0 +1,440 @@
+"""Record when every operation of every worker waited and ran, for Perfetto or chrome://tracing (docs/timeline.md).
+
+Each worker writes a part; `write_trace` makes one trace of them. ``python -m kvstore_hvd.timeline merge FILE`` makes
+the timeline of a job that was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import glob
+import io
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any, Union
+
+from kvstore_hvd.base.files import keep_mode, open_alone
+from kvstore_hvd.errors import rank_list
+from kvstore_hvd.native import TimelineEvent
+
+__all__ = ["start_timeline", "stop_timeline"]
+
+_FORMAT = 1
+_JSON = json.JSONEncoder(separators=(",", ":"))
+# Numbers of calls in names: all calls share a row.
+_COUNTED = re.compile(r"(?<=\.noname)\.\d+|(?<=^join)/\d+(?=/)|(?<=^'join)/\d+(?=/)")
+# Number of rounds whose operations may come out of order.
+_OPEN_ROUNDS = 256
+
+
+def start_timeline(file_path: Union[str, os.PathLike[str]], mark_cycles: bool = False) -> None:
+    """Begin to record the operations of all workers; every worker must call it.
+
+    Joins the world first if this process never did. When this worker leaves its world (`shutdown`, or the end of the
+    program), the recording is written as by `stop_timeline`. Goes on over a `reset`.
+
+    Parameters
+    ----------
+    file_path : str or os.PathLike
+        The file to write, replaced if it exists; the path of rank 0 counts. It is written when the recording ends;
+        until then each worker writes to ``<file_path>.rank-<rank>.part``.
+    mark_cycles : bool
+        Mark where rounds begin: series of submissions in which no name occurs twice, in training the steps. The choice
+        of rank 0 counts.
+
+    Raises
+    ------
+    InvalidRequestError
+        A timeline is being recorded already, or the path cannot be written to; raised on every worker.
+    HorovodInternalError
+        The world is lost.
+    ShutdownError
+        This worker left its world, or is a forked child.
+    """
+    from kvstore_hvd.world import process
+
+    process.current().start_timeline(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the recording; every worker must call it. The file is there when it returns.
+
+    Does nothing without a recording. Operations under way are not in the file: read their results
+    (``mx.nd.waitall()``) before.
+
+    Raises
+    ------
+    KVHvdError
+        The file could not be written; raised on every worker. The workers' parts stay beside it.
+    HorovodInternalError
+        The world is lost. The file is made by the last worker that ends its recording, unless one has died.
+    """
+    from kvstore_hvd.world import process
+
+    process.current().stop_timeline()
+
+
+# -- Parts -------------------------------------------------------------------------------------------------------------
+#
+# The part of a timeline that one worker writes: lines of JSON, readable however the worker ends.
+#
+# The first line is a `Header`, as an object. An array is an operation (`records.TimelineEvent`). Later objects:
+# ``{"world": 1}``: the next operations belong to the world of this generation. ``{"set": 3}``: they belong to this
+# process set of the world (0: to all workers). ``{"lost": 12}``: this many operations found no room. ``{"end":
+# "<session>"}``: the part is complete.
+
+
+@dataclass(frozen=True)
+class Header:
+    """The writer of a part, with two clocks of one moment."""
+
+    session: str  # equal for all parts of one timeline
+    rank: int
+    size: int
+    host: str
+    pid: int
+    mark_cycles: bool
+    monotonic_ns: int = field(default_factory=time.monotonic_ns)
+    unix_ns: int = field(default_factory=time.time_ns)
+    ahead_ns: int = 0  # this host's monotonic clock minus that of rank 0's host
+    error_ns: int = 0  # of ahead_ns
+    format: int = _FORMAT
+
+
+def part_path(target: str, rank: int) -> str:
+    """The part of this rank of the timeline `target`."""
+    return f"{target}.rank-{rank}.part"
+
+
+class PartWriter:
+    """A new part, which replaces an old one. One thread at a time."""
+
+    def __init__(self, target: str, header: Header) -> None:
+        self.path = part_path(target, header.rank)
+        self._session = header.session
+        self._set = 0
+        self._file = open_alone(self.path)
+        try:
+            self._write(_JSON.encode(asdict(header)) + "\n")
+        except BaseException:
+            self.discard()
+            raise
+
+    def world(self, generation: int) -> None:
+        """Begin the operations of the world of this generation."""
+        self._set = 0
+        self._write(f'{{"world":{generation}}}\n')
+
+    def add(self, events: Iterable[TimelineEvent], lost: int = 0, process_set: int = 0) -> None:
+        """Write operations of a process set (0: of all workers), and the number of those without room."""
+        lines = [_JSON.encode(event) for event in events]
+        if lost:
+            lines.append(f'{{"lost":{lost}}}')
+        if not lines:
+            return
+        if process_set != self._set:
+            lines.insert(0, f'{{"set":{process_set}}}')
+            self._set = process_set
+        self._write("\n".join(lines) + "\n")
+
+    def end(self) -> None:
+        """Write the last line, and close the part."""
+        self._write(f'{{"end":"{self._session}"}}\n')
+        self._close()
+
+    def discard(self) -> None:
+        """Close and delete the part."""
+        self._close()
+        os.unlink(self.path)
+
+    def _close(self) -> None:
+        # A forked child may have the file open, too, and would keep the lock.
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+    def _write(self, text: str) -> None:
+        rest = memoryview(text.encode())
+        while rest:
+            rest = rest[self._file.write(rest) :]
+
+
+def has_ended(path: str, session: str) -> bool:
+    """Whether this file is a complete part of the session."""
+    line = f'{{"end":"{session}"}}\n'.encode()
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - len(line)))
+            return file.read() == line
+    except FileNotFoundError:
+        return False
+
+
+def read_lines(path: str) -> Iterator[Any]:
+    """The value of each line, without a line that a killed worker has cut."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+
+def read_header(path: str) -> Header | None:
+    """The header; None if this is no part of a timeline."""
+    first = next(read_lines(path), None)
+    if not isinstance(first, dict) or first.get("format") != _FORMAT:
+        return None
+    try:
+        return Header(**first)
+    except TypeError:
+        return None
+
+
+# -- The trace ---------------------------------------------------------------------------------------------------------
+#
+# The trace of all workers' parts, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
+#
+# The format is the *trace event format*: a process for each rank, in it a row for each tensor, times in microseconds
+# since the start of the recording. Parts are read line by line: a timeline need not fit into memory.
+
+
+@dataclass
+class Summary:
+    """The contents of a trace."""
+
+    ranks: list[int] = field(default_factory=list)
+    operations: int = 0
+    lost: int = 0  # operations without room in the recording
+    unfinished: list[int] = field(default_factory=list)  # ranks whose part has no end, because they died
+
+
+def write_trace(target: str, parts: Sequence[str]) -> Summary:
+    """Make `target` of the parts of one timeline, which stay; it appears complete or not at all."""
+    headers = [(path, header) for path in parts if (header := read_header(path)) is not None]
+    if not headers or len(headers) < len(parts):
+        strange = [path for path in parts if path not in dict(headers)]
+        raise ValueError(f"not a part of a timeline: {', '.join(strange) or 'nothing was given'}")
+    trace = _Trace(min((header for _, header in headers), key=lambda header: header.monotonic_ns - header.ahead_ns))
+    temporary = f"{target}.{os.getpid()}.tmp"
+    new = open_alone(temporary)
+    try:
+        with io.TextIOWrapper(io.BufferedWriter(new), encoding="utf-8") as file:
+            keep_mode(file.fileno(), target)
+            trace.write(file, headers)
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return trace.summary
+
+
+@dataclass
+class _Row:
+    """Operations that do not overlap."""
+
+    number: int
+    until: int = 0  # end of the last one
+
+
+class _Rounds:
+    """The starts of the rounds of one world. Operations come nearly in the order of their rounds."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}  # the earliest submission so far, by round
+        self._closed = -1
+
+    def add(self, event: TimelineEvent) -> list[int]:
+        """Add an operation; returns the starts that no later operation can change."""
+        if event.round > self._closed:
+            self._open[event.round] = min(self._open.get(event.round, event.submitted), event.submitted)
+        if len(self._open) <= _OPEN_ROUNDS:
+            return []
+        self._closed = min(self._open)
+        return [self._open.pop(self._closed)]
+
+    def rest(self) -> list[int]:
+        """The starts that `add` has not returned."""
+        return [begin for _, begin in sorted(self._open.items())]
+
+
+class _Rank:
+    """The rows and rounds of a rank so far."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.shown = 0  # number of rows with operations
+        self.rows: dict[tuple[int, str], list[_Row]] = {}  # by process set (0: all workers) and name
+        self.cycles: dict[int, _Row] = {}  # by process set
+        self.rounds: dict[int, _Rounds] = {}  # of the present world, by process set
+
+
+class _Trace:
+    def __init__(self, first: Header) -> None:
+        self._first = first  # the time 0 of the trace is that of this header
+        self._ahead_ns = 0  # clock of the part under way, minus that of rank 0's host
+        self._rows = 0
+        self.summary = Summary()
+
+    def write(self, file: IO[str], parts: Sequence[tuple[str, Header]]) -> None:
+        # One line for each event: large traces can be looked at with grep, too.
+        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        separator = "\n"
+        for path, header in parts:
+            for event in self._part(path, header):
+                file.write(f"{separator}{json.dumps(event)}")
+                separator = ",\n"
+        about = {
+            "recorder": "kvstore_hvd",
+            "ranks": len(parts),
+            "clock": "CLOCK_MONOTONIC",
+            "clock_error_ns": max(header.error_ns for _, header in parts),
+            "ts_0_monotonic_ns": self._first.monotonic_ns,
+            "ts_0_unix_ns": self._first.unix_ns,
+            "lost_operations": self.summary.lost,
+            "unfinished_ranks": self.summary.unfinished,
+        }
+        file.write(f'\n],"otherData":{json.dumps(about)}}}\n')
+
+    def _part(self, path: str, header: Header) -> Iterator[dict[str, Any]]:
+        self.summary.ranks.append(header.rank)
+        self._ahead_ns = header.ahead_ns
+        yield self._about(header.rank, 0, "process_name", name=f"rank {header.rank} ({header.host}, pid {header.pid})")
+        yield self._about(header.rank, 0, "process_sort_index", sort_index=header.rank)
+        rank = _Rank(header.rank)
+        process_set, ended = 0, False
+        for line in read_lines(path):
+            if isinstance(line, dict):
+                if "world" in line:
+                    process_set = 0
+                    yield from self._rest_of_rounds(rank)
+                process_set = line.get("set", process_set)
+                self.summary.lost += line.get("lost", 0)
+                ended = "end" in line
+            elif isinstance(line, list) and len(line) == len(TimelineEvent._fields):
+                event = TimelineEvent._make(line)
+                self.summary.operations += 1
+                yield from self._operation(rank, process_set, event)
+                if header.mark_cycles:
+                    begins = rank.rounds.setdefault(process_set, _Rounds()).add(event)
+                    yield from self._cycles(rank, process_set, begins)
+        yield from self._rest_of_rounds(rank)
+        if not ended:
+            self.summary.unfinished.append(header.rank)
+
+    def _operation(self, rank: _Rank, process_set: int, event: TimelineEvent) -> Iterator[dict[str, Any]]:
+        # A name's operations follow one another; calls without a name may overlap.
+        rows = rank.rows.setdefault((process_set, _COUNTED.sub("", event.name)), [])
+        row = next((row for row in rows if row.until <= event.since), None)
+        if row is None:
+            row = _Row(self._new_row())
+            rows.append(row)
+            rank.shown += 1
+            title = _COUNTED.sub("", event.label).replace("'", "") or event.name
+            yield from self._head(rank, row, process_set, title, rank.shown)
+        row.until = event.completed
+        what = event.collective.upper()
+        args = {"bytes": event.bytes, "dtype": event.dtype, "algorithm": event.algorithm, "name": event.name}
+        if event.collective in ("allreduce", "reducescatter"):
+            args["op"] = event.op
+        if event.on_link:
+            args["on_link_us"] = event.on_link / 1000
+        if process_set:
+            args["process_set"] = process_set
+        if event.failed:
+            args["failed"] = True
+        place = rank.rank, row.number
+        yield self._span(f"NEGOTIATE_{what}", "negotiate", *place, event.since, event.scheduled)
+        yield {**self._span(what, event.collective, *place, event.scheduled, event.completed), "args": args}
+
+    def _rest_of_rounds(self, rank: _Rank) -> Iterator[dict[str, Any]]:
+        for process_set, rounds in rank.rounds.items():
+            yield from self._cycles(rank, process_set, rounds.rest())
+        rank.rounds = {}
+
+    def _cycles(self, rank: _Rank, process_set: int, begins: Sequence[int]) -> Iterator[dict[str, Any]]:
+        for begin in begins:
+            row = rank.cycles.get(process_set)
+            if row is None:
+                row = rank.cycles[process_set] = _Row(self._new_row())
+                yield from self._head(rank, row, process_set, "cycles", 0)
+            place = {"pid": rank.rank, "tid": row.number, "ts": self._us(begin)}
+            yield {"name": "CYCLE_START", "ph": "i", "s": "p", **place}
+
+    def _head(self, rank: _Rank, row: _Row, process_set: int, title: str, place: int) -> Iterator[dict[str, Any]]:
+        if process_set:
+            title = f"process set {process_set}: {title}"
+        yield self._about(rank.rank, row.number, "thread_name", name=title)
+        yield self._about(rank.rank, row.number, "thread_sort_index", sort_index=place)
+
+    def _span(self, name: str, category: str, rank: int, row: int, begin: int, end: int) -> dict[str, Any]:
+        ts = self._us(begin)
+        duration = round(self._us(end) - ts, 3)
+        return {"name": name, "cat": category, "ph": "X", "ts": ts, "dur": duration, "pid": rank, "tid": row}
+
+    def _us(self, monotonic_ns: int) -> float:
+        # An earlier time is shown as the start of the recording.
+        own_ns, first = monotonic_ns - self._ahead_ns, self._first
+        return max(0, own_ns - first.monotonic_ns + first.ahead_ns) / 1000
+
+    def _new_row(self) -> int:
+        # Viewers merge rows of equal numbers, also of different ranks.
+        self._rows += 1
+        return self._rows
+
+    @staticmethod
+    def _about(rank: int, row: int, what: str, **args: Any) -> dict[str, Any]:
+        return {"name": what, "ph": "M", "pid": rank, "tid": row, "args": args}
+
+
+# -- python -m kvstore_hvd.timeline ------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run with the arguments `argv` (default: ``sys.argv[1:]``)."""
+    about = "Make the timeline of a job that was killed."
+    parser = argparse.ArgumentParser(prog="python -m kvstore_hvd.timeline", description=about)
+    commands = parser.add_subparsers(required=True, metavar="merge")
+    merge = commands.add_parser("merge", help="make FILE of the parts that the workers of a killed job left beside it")
+    merge.add_argument("file", metavar="FILE", help="as given to start_timeline() or HOROVOD_TIMELINE")
+    return _merge(parser.parse_args(argv).file)
+
+
+def _merge(target: str) -> int:
+    """Merge the parts of the latest session. They stay, in case the job still runs."""
+    try:
+        found = {path: read_header(path) for path in glob.glob(glob.escape(target) + ".rank-*.part")}
+        headers = [header for header in found.values() if header is not None]
+        if not headers:
+            print(f"there is no part of a timeline: {part_path(target, 0)} and so on.", file=sys.stderr)
+            return 1
+        latest = max(headers, key=lambda header: header.unix_ns)
+        ranks = sorted(header.rank for header in headers if header.session == latest.session)
+        summary = write_trace(target, [part_path(target, rank) for rank in ranks])
+    except (OSError, ValueError) as error:
+        print(f"the timeline cannot be made: {error}", file=sys.stderr)
+        return 1
+    print(f"{target}: {summary.operations} operations of {rank_list(ranks)}")
+    missing = set(range(latest.size)) - set(ranks)
+    if missing:
+        print(f"missing: {rank_list(missing)} of {latest.size}")
+    if summary.unfinished:
+        print(f"the last moments are missing, because they did not end in good order: {rank_list(summary.unfinished)}")
+    if summary.lost:
+        print(f"{summary.lost} operations were not recorded: there were too many at a time")
+    others = sorted(path for path, header in found.items() if header is None or header.session != latest.session)
+    if others:
+        print(f"left out, of another timeline: {', '.join(others)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
