@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import re
 import threading
 import traceback
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvstore_hvd import errors, log
+from kvstore_hvd import log
 from kvstore_hvd.elastic import checkpoint
 from kvstore_hvd.errors import (
     HorovodInternalError,
@@ -25,6 +26,7 @@ from kvstore_hvd.errors import (
     InvalidTypeError,
     PeerLostError,
     TimeoutError,  # noqa: A004 - Horovod's word
+    TransportError,
     message,
 )
 from kvstore_hvd.mxnet import process_sets
@@ -37,12 +39,9 @@ if TYPE_CHECKING:
 
     Arguments = ParamSpec("Arguments")
 
-# Names of the errors that mean a lost world.
-_LOST = tuple(
-    name
-    for name in errors.__all__
-    if isinstance(getattr(errors, name), type) and issubclass(getattr(errors, name), HorovodInternalError)
-)
+# The errors of a lost world, by name.
+_KINDS: tuple[type[HorovodInternalError], ...] = (HorovodInternalError, PeerLostError, TimeoutError, TransportError)
+_LOST = {kind.__name__: kind for kind in _KINDS}
 _REPLACES = "start with `kvhvdrun --min-np 1 --max-np N python train.py`, which replaces workers."
 
 # Numbers of the calls of `run` in this process. A worker that came later makes the first call when the others may make
@@ -277,14 +276,12 @@ def _as_lost_world(error: BaseException) -> HorovodInternalError | None:
         return error
     if type(error).__name__ != "MXNetError" and not isinstance(error, InputFailedError):
         return None
-    for line in str(error).splitlines():
-        for name in _LOST:
-            place = line.find(f"{name}: [rank ")
-            if place >= 0:
-                lost: HorovodInternalError = getattr(errors, name)(line[place + len(name) + 2 :])
-                lost.__cause__ = error
-                return lost
-    return None
+    found = re.search(rf"({'|'.join(_LOST)}): (\[rank .*)", str(error))
+    if found is None:
+        return None
+    lost = _LOST[found[1]](found[2])
+    lost.__cause__ = error
+    return lost
 
 
 def _loss(error: HorovodInternalError) -> tuple[str, str]:
