@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvstore_hvd import errors, log, native
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, KVHvdError, TransportError, message
 from kvstore_hvd.gpu.kernels import Segment
 from kvstore_hvd.gpu.runtime import activate, checked, close_all, cupy

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import errors
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.kernels import Segment

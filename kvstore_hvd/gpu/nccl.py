@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from kvstore_hvd import errors
-from kvstore_hvd.base.clocks import RunningClock
+from kvstore_hvd.base.cores import RunningClock
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, KVHvdError, LaunchError, TransportError, message
 from kvstore_hvd.gpu.runtime import EXTRAS, driver_version

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd import errors, native
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.errors import message
 from kvstore_hvd.gpu.executor import Batch, Completion, Executor, input_of
 from kvstore_hvd.gpu.runtime import activate, close_all

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import log
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.errors import TransportError, message
 from kvstore_hvd.gpu.runtime import checked, cupy
 

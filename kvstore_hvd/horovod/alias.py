@@ -22,9 +22,9 @@ from kvstore_hvd.errors import message
 _ROOT = "horovod"
 # The longest matching name counts. The rest of the name is that of a submodule.
 _NAMES = {
-    _ROOT: "kvstore_hvd.as_horovod",
+    _ROOT: "kvstore_hvd.horovod",
     "horovod.mxnet": "kvstore_hvd.mxnet",
-    "horovod.common": "kvstore_hvd.as_horovod",
+    "horovod.common": "kvstore_hvd.horovod",
     "horovod.common.exceptions": "kvstore_hvd.errors",
 }
 # Listed in the error about a missing module.
@@ -112,8 +112,7 @@ class _Finder:
             )
         spec = ModuleSpec(name, _Loader(real_name), origin=real.origin)
         # A list makes it a package, whose submodules this finder finds.
-        is_package = real.submodule_search_locations is not None or any(each.startswith(name + ".") for each in _NAMES)
-        spec.submodule_search_locations = [] if is_package else None
+        spec.submodule_search_locations = None if real.submodule_search_locations is None else []
         return spec
 
 

@@ -32,7 +32,7 @@ from kvstore_hvd.errors import (
 )
 from kvstore_hvd.join.following import LEFT, Pauses, Withdrawal, is_withdrawn, submit_sum, wait_for
 from kvstore_hvd.join.joinables import Joinable, TrainerHook, _JoinConfig, check_stores, joinable_for
-from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
+from kvstore_hvd.mxnet_compat.hooks import in_one_line
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 

@@ -17,7 +17,7 @@ import numpy as np
 
 import kvstore_hvd
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, TimeoutError, message  # noqa: A004 - not the builtin
 from kvstore_hvd.join.following import Pauses, missed_in

@@ -354,7 +354,7 @@ def run_job() -> int:
 
 def call_function() -> int:
     """Call the function in a worker; returns 0, or 1 without a result. Its exceptions pass through, once reported."""
-    from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
+    from kvstore_hvd.mxnet_compat.hooks import in_one_line
 
     folder = sys.argv[1]
     try:

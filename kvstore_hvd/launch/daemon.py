@@ -24,8 +24,7 @@ from typing import Any
 
 from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import OF_WORKER, TO_DAEMON, Channel, ChannelError, Poller, peer_process
-from kvstore_hvd.base.clocks import RunningClock
-from kvstore_hvd.base.cores import usable_cores
+from kvstore_hvd.base.cores import RunningClock, usable_cores
 from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.hosts import MAX_WORKERS

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import OF_DAEMON, TO_DAEMON, Channel, ChannelError, Poller
-from kvstore_hvd.base.clocks import RunningClock
+from kvstore_hvd.base.cores import RunningClock
 from kvstore_hvd.config import environment
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.daemon import BEAT_S, GREETING, Daemon

@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstore_hvd.base.channel import ChannelError, Poller
-from kvstore_hvd.base.clocks import LOOK_S, RunningClock
-from kvstore_hvd.base.cores import usable_cores
+from kvstore_hvd.base.cores import LOOK_S, RunningClock, usable_cores
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import message, printable
 from kvstore_hvd.horovod.variables import Ranks, of_worker

@@ -18,7 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
-from kvstore_hvd.base.clocks import RunningClock
+from kvstore_hvd.base.cores import RunningClock
 
 #: Seconds between SIGTERM and SIGKILL for processes that workers leave: enough for Python's resource tracker, which
 #: removes files in /dev/shm once the other processes of its program have ended.

@@ -10,15 +10,14 @@ import sys
 from collections.abc import Callable
 from typing import Any, Optional
 
-from kvstore_hvd.mxnet_compat import engine_errors, graph, hooks, module, numpy_shim, optimizer, parameter, trainer
+from kvstore_hvd.mxnet_compat import graph, hooks, module, numpy_shim, optimizer, parameter, trainer
 from kvstore_hvd.mxnet_compat.arrays import *
-from kvstore_hvd.mxnet_compat.engine_errors import engine_text
 from kvstore_hvd.mxnet_compat.hooks import *
 from kvstore_hvd.mxnet_compat.parameter import *
 from kvstore_hvd.mxnet_compat.trainer import *
 from kvstore_hvd.mxnet_compat.unsynchronised import collectives
 
-__all__ = ["collectives", "engine_text", "install_hooks", "numpy_shim"]
+__all__ = ["collectives", "install_hooks", "numpy_shim"]
 
 
 def install_hooks(
@@ -27,6 +26,6 @@ def install_hooks(
     """Make all changes to the MXNet that is imported. Calling it again replaces what it is given."""
     mxnet = sys.modules["mxnet"]
     hooks.register_store(mxnet, store, world_size, arena)
-    engine_errors.register_errors(mxnet)
+    hooks.register_errors(mxnet)
     for each in (module, optimizer, trainer, parameter, graph):
         each.patch(mxnet)

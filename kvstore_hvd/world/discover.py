@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import Config, MPILaunch, config, tell_unused
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message, rank_list
 from kvstore_hvd.world.exit import end_children_without_mpi, end_links_at_exit, finalise_mpi_at_exit, note_world

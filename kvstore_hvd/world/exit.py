@@ -26,10 +26,10 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from kvstore_hvd import log, native
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError
-from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
+from kvstore_hvd.mxnet_compat.hooks import in_one_line
 
 _MAX_REASON = 500
 # Time for MXNet's pending operations after an expired `ExitWatchdog` has failed the world.

@@ -28,7 +28,7 @@ import threading
 import time
 
 from kvstore_hvd import log, native
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
 from kvstore_hvd.world.meeting import MAC_BYTES, NONCE_BYTES, accept, check_wanted, mac

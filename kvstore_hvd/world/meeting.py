@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 
 from kvstore_hvd import log
 from kvstore_hvd.base.channel import peer_process
-from kvstore_hvd.base.clocks import LOOK_S, Deadline
+from kvstore_hvd.base.cores import LOOK_S, Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.world.topology import Topology, World, watching_namespaces

@@ -20,7 +20,7 @@ import numpy as np
 from kvstore_hvd import gpu, log, mxnet_compat, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, ShutdownError, message
-from kvstore_hvd.mxnet_compat import engine_errors
+from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.native import EngineStatistics
 from kvstore_hvd.world.segment import Connection, refusals_explained
 from kvstore_hvd.world.stall import StallInspector
@@ -189,12 +189,12 @@ class Member:
         """Wait for MXNet's operations; the error of a failed one is raised by the next call."""
         if not mxnet_compat.is_imported():
             return
-        raised = engine_errors.raised
+        raised = hooks.raised
         try:
             mxnet_compat.waitall()
         except Exception as error:  # noqa: BLE001 - operations may fail with anything
             self.defer(error)
-            engine_errors.raised = raised
+            hooks.raised = raised
 
     def hold_unread(self, change: int) -> None:
         """Postpone unread errors, while this was called with 1 more often than with -1."""
@@ -373,7 +373,7 @@ class Member:
     def submitting(self) -> Iterator[None]:
         """Surround the submission of operations: raises the errors since the last submission."""
         # So a program notices a lost world whatever it reads.
-        engine_errors.raised = False
+        hooks.raised = False
         connection = self._connection
         if connection is None and not self.is_alone:
             connection = self._connected()  # raises
@@ -388,7 +388,7 @@ class Member:
             self.defer(unread)
             raise
         if unread is not None:
-            engine_errors.raised = True
+            hooks.raised = True
             raise unread
 
     def check(self) -> None:

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import log, native
-from kvstore_hvd.base.clocks import Deadline
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, LaunchError, message
-from kvstore_hvd.mxnet_compat import engine_errors
+from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.world.discover import discover, warn_beside
 from kvstore_hvd.world.exit import ExitWatchdog, early_end
 from kvstore_hvd.world.member import InnerMember, Member, first_unread, log_unread, raise_unread
@@ -455,7 +455,7 @@ class Process:
                 log_unread(self._member.deferred)
             self._recorder.finish()
             return
-        raised = engine_errors.raised
+        raised = hooks.raised
         reason = early_end(f"rank {self._member.topology.rank}")
         if self._watchdog is not None:
             rank, limit_s = self._member.topology.rank, config().exit_timeout_s

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 from kvstore_hvd import log, native
-from kvstore_hvd.base.clocks import LOOK_S, RunningClock
+from kvstore_hvd.base.cores import LOOK_S, RunningClock
 from kvstore_hvd.native import Missed, Waiting
 from kvstore_hvd.world.topology import Topology
 

@@ -16,7 +16,7 @@ from support.patience import patient
 
 mx = pytest.importorskip("mxnet")
 
-from kvstore_hvd.mxnet_compat.engine_errors import register_errors  # noqa: E402
+from kvstore_hvd.mxnet_compat.hooks import register_errors  # noqa: E402
 
 TIMEOUT_S = patient(30.0)
 register_errors(mx)

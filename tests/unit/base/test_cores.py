@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from kvstore_hvd.base.clocks import LOOK_S, Deadline, RunningClock
-from kvstore_hvd.base.cores import describe, suffice, usable_cores
+from kvstore_hvd.base.cores import LOOK_S, Deadline, RunningClock, describe, suffice, usable_cores
 
 CORES = list(range(8))
 V2 = "41 31 0:38 {root} {point} rw,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -125,7 +124,7 @@ class Time:
 @pytest.fixture
 def time(monkeypatch):
     time = Time()
-    monkeypatch.setattr("kvstore_hvd.base.clocks.time.monotonic", time)
+    monkeypatch.setattr("kvstore_hvd.base.cores.time.monotonic", time)
     return time
 
 

@@ -13,7 +13,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, LaunchError, PeerLostError, RunError
 from kvstore_hvd.launch import call
-from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
+from kvstore_hvd.mxnet_compat.hooks import in_one_line
 
 pytestmark = pytest.mark.alike
 

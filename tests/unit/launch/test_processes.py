@@ -87,7 +87,7 @@ print(output.read().decode())
 # A child, and an orphan out of its session, are deaf to SIGTERM; another child is to be spared.
 LEAVES_ORPHANS = """
 import os, select, signal, subprocess, sys, time
-from kvstore_hvd.base import clocks
+from kvstore_hvd.base import cores
 from kvstore_hvd.launch import processes
 processes.adopt_orphans()
 spared = subprocess.Popen(['sleep', '60'])

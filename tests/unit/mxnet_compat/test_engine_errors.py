@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvstore_hvd import errors, mxnet_compat
-from kvstore_hvd.mxnet_compat.engine_errors import in_one_line
+from kvstore_hvd.mxnet_compat.hooks import in_one_line
 from support.fake_store import mx
 
 _kept = []

@@ -27,8 +27,7 @@ INTERNAL = {
     "gpu/launcher.py": "arguments of our own code",
     "horovod/alias.py": "an import fails with ModuleNotFoundError",
     "mxnet_compat/numpy_shim.py": "NumPy's protocol; the file imports nothing of this package",
-    "timeline/trace.py": "caught by its only callers",
-    "timeline/parts.py": "an OSError that its callers make a text of",
+    "timeline.py": "caught by its only callers, which make a text of it",
     "world/links.py": "an OSError of one call; the next one follows",
     "world/meeting.py": "an OSError that the next attempt follows",
 }

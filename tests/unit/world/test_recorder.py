@@ -14,11 +14,11 @@ from kvstore_hvd.timeline import (
     PartWriter,
     _Rounds,
     has_ended,
+    main,
     part_path,
     read_header,
     write_trace,
 )
-from kvstore_hvd.timeline import main
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Host, Topology
 from support.timeline import Trace
