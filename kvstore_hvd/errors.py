@@ -174,7 +174,7 @@ def rank_list(ranks: Iterable[int]) -> str:
     if not runs:
         return "no rank"
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {text}" if text.isdigit() else f"ranks {text}"
+    return f"rank {text}" if len(runs) == len(runs[0]) == 1 else f"ranks {text}"
 
 
 def message(
