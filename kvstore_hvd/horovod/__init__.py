@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+__all__ = ["run"]
+
 # The version of Horovod that has this interface; programs compare it.
 __version__ = "0.28.1"
 

@@ -113,7 +113,7 @@ class Call:
 
     def message(self, key: Key | None, fact: str, fix: str = "", details: tuple[str, ...] = ()) -> str:
         """The text of an error of this call about `key` (None: about the call as a whole)."""
-        name, shown = self.names.get(str(key), ""), key
+        name, shown = "" if key is None else self.names.get(str(key), ""), key
         if not name and isinstance(key, str):
             name, shown = key, None
         return message(

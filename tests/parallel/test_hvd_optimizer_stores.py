@@ -164,6 +164,22 @@ def test_amp(rank, size):
     assert scaler.loss_scale == 2.0**15
 
 
+def test_amp_beside_workers_that_have_joined(rank, size):
+    """A worker in ``hvd.join()`` has seen no overflow, and the last worker's step is an update."""
+    net = mlp(seed=5)
+    trainer = wrapped(net)
+    train(net, trainer, rank, [0])
+    if rank == size - 1:
+        amp = importlib.import_module("mxnet.amp" if is_mxnet_2() else "mxnet.contrib.amp")
+        scaler = importlib.import_module(f"{amp.__name__}.loss_scaler").LossScaler()
+        trainer._amp_loss_scaler, trainer._amp_original_scale = scaler, trainer._scale
+        before = weights(net)
+        backward(net, batches_of(rank, 1, 100))
+        trainer.step(BATCH)
+        assert any((ours != theirs).any() for ours, theirs in zip(weights(net), before))
+    assert hvd.join() == size - 1
+
+
 # -- Module -------------------------------------------------------------------------------------------------------
 
 
