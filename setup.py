@@ -37,6 +37,9 @@ class BuildExt(build_ext):
         if not SOURCES:
             raise RuntimeError("there is no native/**/*.cpp to build the extension from; is this a whole checkout?")
         ext.sources = _units()
+        for obj in Path(self.build_temp).rglob("*.o"):  # the C++ tests link all of them
+            if str(obj.relative_to(self.build_temp).with_suffix(".cpp")) not in ext.sources:
+                obj.unlink()
         compile_one = self.compiler._compile
         extra = {**UNIT_FLAGS, **(X86_64_FLAGS if self.plat_name.endswith("x86_64") else {})}
 

@@ -2,8 +2,9 @@
 """Run the tests of what has changed, or those that are named: ./t [--ranks N] [NAME...] [-- PYTEST-ARGUMENT...]
 
 NAME is a file, file::test, a folder, a part of a file's name (`pushpull`, `parallel/join`), a folder of the package
-(`store`: all that concerns it), or a C++ test (`test_engine`). Without names, `git status` chooses. Native sources that
-have changed are compiled first. Each failure is shown once, with its ranks; logs stay in build/t.
+(`store`: all that concerns it), or a C++ test (`test_engine`; `test_engine@2`: over two hosts). Without names,
+`git status` chooses. Native sources that have changed are compiled first. Each failure is shown once, with its ranks;
+logs stay in build/t. Slow and timed tests run only where their file is named.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ ROOT = Path(__file__).resolve().parent
 VENVS = sorted(each for each in ROOT.glob(".venv-py*-mx*/.installed") if not each.parent.name.endswith("-demo"))
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
-    "elastic": ["parallel/elastic"],
-    "join": ["parallel/join", "parallel/hvd_join"],
-    "launch": ["integration/launcher", "integration/elastic_launcher", "integration/run_function"],
-    "mxnet": ["parallel/hvd", "parallel/fuzz"],
-    "mxnet_compat": ["parallel/trainer", "parallel/zero_copy", "parallel/self_reducing", "parallel/trainings"],
-    "numpy_ops": ["parallel/numpy_ops", "parallel/persistent", "parallel/fuzz"],
-    "timeline": ["unit/world/test_recorder", "parallel/timeline", "parallel/report"],
-    "store": ["parallel/kvstore", "parallel/scales", "parallel/sparse"],
-    "world": ["unit/adapter", "parallel/resets", "parallel/hvd_basics", "parallel/fuzz", "integration/lifecycle", "hosts"],
-    "native/base": ["parallel/fuzz", "test_running_time"],
-    "native/bindings": ["parallel/fuzz", "unit/adapter", "parallel/persistent"],
-    "native/engine": ["parallel/fuzz", "test_engine"],
-    "native/link": ["test_link"],
-    "native/mxnet": ["parallel/fuzz", "unit/adapter", "test_turns"],
-    "native/reduce": ["parallel/fuzz", "parallel/scales", "test_reduce", "test_reduce_values"],
-    "native/report": ["parallel/report", "test_statistics", "test_timeline", "test_stall"],
-    "native/request": ["parallel/fuzz", "test_engine_errors"],
-    "native/shm": ["parallel/fuzz", "test_arena", "test_processes"],
-    "native/cuda": ["test_gpu_copies", "test_gpu_schedules", "test_gpu_stops"],
+    "elastic": "parallel/elastic",
+    "join": "parallel/join parallel/hvd_join",
+    "launch": "integration/launcher integration/elastic_launcher integration/elastic_daemon integration/run_function",
+    "mxnet": "parallel/hvd parallel/fuzz",
+    "mxnet_compat": "parallel/trainer parallel/zero_copy parallel/self_reducing parallel/trainings",
+    "numpy_ops": "parallel/numpy_ops parallel/persistent parallel/fuzz",
+    "timeline": "unit/world/test_recorder parallel/timeline parallel/report",
+    "store": "parallel/kvstore parallel/scales parallel/sparse parallel/two_bit parallel/verify",
+    "world": "unit/adapter parallel/resets parallel/hvd_basics parallel/fuzz integration/lifecycle hosts",
+    "native/base": "parallel/fuzz test_running_time",
+    "native/bindings": "parallel/fuzz unit/adapter parallel/persistent",
+    "native/engine": "parallel/fuzz test_engine test_engine_errors test_exchange test_schedule test_stall",
+    "native/link": "test_link test_tcp test_engine@2 test_engine_errors@2 test_exchange@2 test_stall@2",
+    "native/mxnet": "parallel/fuzz unit/adapter test_turns",
+    "native/reduce": "parallel/fuzz parallel/scales test_reduce test_reduce_values",
+    "native/report": "parallel/report test_statistics test_timeline test_stall",
+    "native/request": "parallel/fuzz test_engine_errors",
+    "native/shm": "parallel/fuzz test_arena test_processes test_leaving test_engine@2",
+    "native/cuda": "test_gpu_copies test_gpu_schedules test_gpu_stops",
 }
 
 
@@ -54,14 +55,16 @@ def found(name: str) -> list[str]:
         name = part_of(name)
     if name in TESTS or (ROOT / "tests" / "unit" / name).is_dir():
         unit = [str(ROOT / "tests" / "unit" / name)] if (ROOT / "tests" / "unit" / name).is_dir() else []
-        return unit + [test for part in TESTS.get(name, []) for test in found(part)]
+        return unit + [test for part in TESTS.get(name, "").split() for test in found(part)]
     path, _, test = name.partition("::")
     path = path.removeprefix("tests/")
     if path.partition("/")[0] in ("unit", "parallel", "integration", "hosts") and (ROOT / "tests" / path).exists():
         return [f"{ROOT / 'tests' / path}{'::' + test if test else ''}"]
     folder, _, part = path.rpartition("/")
     part = part.removesuffix(".cpp")
-    if folder in ("", "native", "native/cuda") and list((ROOT / "tests" / "native").glob(f"**/{part}.cpp")):
+    if folder in ("", "native", "native/cuda") and list(
+        (ROOT / "tests" / "native").glob(f"**/{part.partition('@')[0]}.cpp")
+    ):
         return [part]
     part = part.removeprefix("test_")
     for pattern in (f"test_{part}*.py", f"test_*{part}*.py"):
@@ -90,13 +93,15 @@ def cpp(tests: list[str], venv: Path) -> int:
     tools = {**os.environ, "PATH": f"{venv / 'bin'}:{os.environ['PATH']}"}
     (objects,) = list((ROOT / "build").glob("temp.*"))[:1]
     configure = ["cmake", "-S", str(ROOT / "native"), "-B", str(build), "-G", "Ninja", f"-DKVHVD_OBJECTS={objects}"]
-    compile_them = ["cmake", "--build", str(build), "--target", *tests]
+    compile_them = ["cmake", "--build", str(build), "--target", *{test.partition("@")[0] for test in tests}]
     for command in [compile_them] if (build / "build.ninja").exists() else [configure, compile_them]:
         subprocess.run(command, env=tools, check=True, stdout=subprocess.DEVNULL)
     failed = 0
     for test in tests:
         start = time.monotonic()
-        done = subprocess.run([str(build / test)], capture_output=True, text=True)
+        target, _, hosts = test.partition("@")
+        over = {**os.environ, "KVHVD_TEST_HOSTS": hosts or "1"}
+        done = subprocess.run([str(build / target)], env=over, capture_output=True, text=True)
         failed += done.returncode != 0
         told = f"FAILED\n{done.stdout[-3000:]}{done.stderr[-3000:]}" if done.returncode else "passed"
         print(f"{test:32}{told}{time.monotonic() - start:27.1f} s", flush=True)
@@ -108,8 +113,10 @@ def main(venv: Path) -> int:
     given, start = sys.argv[1:], time.monotonic()
     cut = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, help="workers of parallel tests (default: %(default)d)")
-    parser.add_argument("--hosts", default="", help="virtual hosts of parallel tests, under mpirun: 2, or 2,1 (ranks each)")
+    parser.add_argument("--ranks", type=int, default=3, help="workers of parallel tests (default: %(default)d)")
+    parser.add_argument(
+        "--hosts", default="", help="virtual hosts of parallel tests, under mpirun: 2, or 2,1 (ranks each)"
+    )
     parser.add_argument("names", nargs="*")
     options = parser.parse_args(given[:cut])
     names = options.names or changed()
@@ -126,12 +133,14 @@ def main(venv: Path) -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     import run
 
+    is_file = bool(options.names) and all("test_" in name for name in options.names)
+    marks = "" if is_file else "not slow and not timing"
     steps = []
     for kind in ("unit", "parallel", "integration", "hosts"):
         if mine := [test for test in tests if test.startswith(str(ROOT / "tests" / kind))]:
             launcher = "mpirun" if options.hosts else "kvhvdrun"
             ranks = {"launcher": launcher, "ranks": options.ranks, "hosts": options.hosts} if kind == "parallel" else {}
-            steps.append(run.Step(kind, "" if options.names else "not slow", tests=tuple(mine), **ranks))
+            steps.append(run.Step(kind, marks, tests=tuple(mine), **ranks))
     chosen = argparse.Namespace(out=ROOT / "build" / "t", pytest=given[cut + 1 :], isa=None, timeout=1800)
     failed = run.run_all([steps[:1], steps[1:]], chosen) if steps else 0
     if of_cpp := [test for test in tests if "/" not in test]:

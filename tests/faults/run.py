@@ -1,133 +1,262 @@
-"""Plants the faults of this folder one by one, and tells which tests notice them: see README.md."""
+"""Plants the faults of this folder, each in a copy of the package, and tells which tests notice them: see README.md.
+
+One process imports MXNet and pytest once. It forks a process for each fault, which makes a copy of the package, changes
+it, and forks the ranks of the tests. The checkout is not changed.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import gc
 import os
 import re
+import secrets
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
 from pathlib import Path
+from typing import NamedTuple, Optional
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 BIN = Path(sys.executable).parent
 NATIVE = ROOT / "build/native"
 WORK = ROOT / "build/faults"
-KEPT, OUTPUT = WORK / "kept", WORK / "last.txt"
 BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
 MARKS = "not slow and not timing and not soak and not fuzz and not gpu"  # as in `make test`
-PYTEST = ("-m", "pytest", "-q", "-x", "--disable-warnings", "-m", MARKS)
-# What pytest says at its end; where a test hangs or crashes, the innermost frame of one; a check of native/test_*.
+# The last words of pytest; the innermost frame of a test that hangs or crashes; a check of native/test_*.
 NAMES = (r"(?:FAILED|ERROR) (\S+::\S+|\S+\.py\b)", r"line \d+,? in (test_\w+)", r"check failed: (.*)")
-OURS = {"KVHVD_TIMEOUT": "20", "PYTHONPYCACHEPREFIX": str(WORK / "pyc"), "PYTHONDONTWRITEBYTECODE": ""}
-ENVIRONMENT = {**os.environ, **OURS}
+LIMIT_S = 300.0  # of one run of a test
+COPIED = ("kvstore_hvd", "native", "build")  # the other entries of a copy of the checkout are symbolic links
 
 
-def call(*command: object, folder: Path = ROOT) -> tuple[int, str]:
-    """Run a command; returns its exit code, 124 if it took too long, and its output."""
-    words, code = list(map(str, command)), 124
-    with open(OUTPUT, "w") as log:
-        process = subprocess.Popen(words, cwd=folder, env=ENVIRONMENT, stdout=log, stderr=log, start_new_session=True)
-        try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                code = process.wait(240)
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    return code, OUTPUT.read_text(errors="replace")
+class Job(NamedTuple):
+    """Tests to run in a copy of the package with a fault; without a patch, to see that they pass."""
+
+    name: str
+    tests: list[str]
+    patch: Optional[Path] = None
 
 
-def must(*command: object) -> None:
-    """Run a command that has to succeed."""
-    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+class Outcome(NamedTuple):
+    """What failed in which test, '' if nothing did; in parentheses where that is no test."""
+
+    job: Job
+    test: str
+    failure: str
+    seconds: float
+
+
+def must(*command: object, folder: Path = ROOT) -> str:
+    """Run a command that has to succeed; returns its output."""
+    done = subprocess.run(list(map(str, command)), cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise OSError(f"{' '.join(map(str, command))}: {done.stdout}{done.stderr}")
+    return done.stdout
 
 
-def failure_of(test: str) -> str:
-    """Run a test; returns what failed in it, or ''; in parentheses where that is no test."""
-    tier, _, name = test.partition("/")
+def copy_of_checkout(job: Job) -> Path:
+    """Make a copy of the checkout, with the fault in it, compiled."""
+    copy = WORK / job.name
+    shutil.rmtree(copy, ignore_errors=True)
+    copy.mkdir(parents=True)
+    for entry in ROOT.iterdir():
+        if entry.name not in COPIED:
+            (copy / entry.name).symlink_to(entry)
+    must("cp", "-al", ROOT / "kvstore_hvd", ROOT / "native", copy)
+    if job.patch is None:
+        return copy
+    changed = re.findall(r"^\+\+\+ b/(\S+)", job.patch.read_text(), re.MULTILINE)
+    for name in changed:  # hard links until now
+        (copy / name).unlink()
+        shutil.copy2(ROOT / name, copy / name)
+    must("patch", "-p1", "-s", "-F1", "-r-", "--no-backup-if-mismatch", "-i", job.patch, folder=copy)
+    if any(name.startswith("native/") for name in changed):
+        (copy / "build").mkdir()
+        must("cp", "-a", *ROOT.glob("build/temp*"), ROOT / "build/units", copy / "build")
+        for library in copy.glob("kvstore_hvd/_native*.so"):
+            library.unlink()
+        must(*BUILD, folder=copy)
+    return copy
+
+
+def start_native(copy: Path, target: str, hosts: str, log: Path) -> list[int]:
+    """Link a C++ test with the objects of the copy, and start it; returns its process."""
+    folder = copy / "cmake"
+    if not (copy / "build").exists():
+        (copy / "build").symlink_to(ROOT / "build")
+    if not (folder / "CMakeFiles" / f"{target}.dir").exists():
+        (folder / "CMakeFiles").mkdir(parents=True, exist_ok=True)
+        must("cp", "-a", NATIVE / "CMakeFiles" / f"{target}.dir", folder / "CMakeFiles")
+    headers = max(path.stat().st_mtime for path in (copy / "native").rglob("*.*pp"))
+    for command in must(BIN / "ninja", "-C", NATIVE, "-t", "commands", target).splitlines():
+        made = re.search(r" -o (\S+\.o) -c ", command)
+        if made is None or headers > (folder / made[1]).stat().st_mtime:
+            must("sh", "-c", re.sub(f"{ROOT}/(native|build/temp)", rf"{copy}/\1", command), folder=folder)
+    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1"})
+    if pid == 0:
+        os.execv(folder / target, [target])
+    return [pid]
+
+
+def start_pytest(copy: Path, tests: list[str], ranks: int, log: Path, *arguments: str) -> list[int]:
+    """Start pytest as one process, or as the ranks of a job; returns the processes."""
+    job = {"KVHVD_JOB": secrets.token_hex(8), "KVHVD_SECRET": secrets.token_hex(32)}
+    pids = []
+    for rank in range(max(1, ranks)):
+        places = {"RANK": rank, "SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": ranks}
+        variables = {**job, **{f"KVHVD_{name}": str(number) for name, number in places.items()}} if ranks else {}
+        variables["PYTHONPATH"] = f"{copy}:{ROOT / 'tests'}"
+        pid = fork(log.with_suffix(f".{rank}"), variables)
+        if pid == 0:
+            code = 99
+            try:
+                import pytest
+
+                sys.path[:0] = [str(copy)]
+                os.chdir(ROOT / "tests")
+                code = int(pytest.main(["-q", "--disable-warnings", "-m", MARKS, *arguments, *tests]))
+                sys.stdout.flush()
+                sys.stderr.flush()
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    return pids
+
+
+def fork(log: Path, variables: dict[str, str]) -> int:
+    """Fork; the child (0 is returned there) has a session of its own, writes to the log, and handles signals anew."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        os.environ.update(variables)
+    return pid
+
+
+def codes_of(pids: list[int]) -> list[int]:
+    """Wait for processes, and end those that are late with their descendants."""
+    import psutil
+
+    codes: dict[int, int] = {}
+    end = time.monotonic() + LIMIT_S
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > end:
+                    family = psutil.Process(pid)
+                    for each in [*family.children(recursive=True), family]:
+                        each.kill()
+        time.sleep(0.05)
+    return [codes[pid] for pid in pids]
+
+
+def failure_of(copy: Path, tests: list[str], *arguments: str) -> str:
+    """Run tests of one tier; returns what failed, or ''; in parentheses where that is no test."""
+    tier, _, name = tests[0].partition("/")
     folder, _, count = tier.partition("-")
+    log = copy / "log"
+    for old in copy.glob("log*"):
+        old.unlink()
     if folder == "native":
-        if not (NATIVE / "build.ninja").exists():
-            objects = next((ROOT / "build").glob("temp.*"))
-            options = f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}", f"-DKVHVD_OBJECTS={objects}"
-            must(BIN / "cmake", "-S", "native", "-B", NATIVE, "-G", "Ninja", *options)
-        must(BIN / "cmake", "--build", NATIVE, "--target", name)
-        code, output = call("env", f"KVHVD_TEST_HOSTS={count or 1}", NATIVE / name)
+        pids = start_native(copy, name, count, log)
     else:
-        launcher = [BIN / "kvhvdrun", "-np", count or "3"] if folder == "parallel" else []
-        code, output = call(*launcher, sys.executable, *PYTEST, f"{folder}/{name}", folder=ROOT / "tests")
+        ranks = int(count or 3) if folder == "parallel" else 0
+        paths = [f"{folder}/{test.partition('/')[2]}" for test in tests]
+        pids = start_pytest(copy, paths, ranks, log, *arguments)
+    if not any(codes := codes_of(pids)):
+        return ""
+    output = "".join(each.read_text(errors="replace") for each in sorted(copy.glob("log*")))
     found = next(filter(None, (re.search(pattern, output) for pattern in NAMES)), None)
-    return "" if code == 0 else found[1] if found else f"(no test, code {code})"
+    return found[1] if found else f"(no test, codes {codes})"
 
 
-@contextlib.contextmanager
-def planted(patch: Path) -> Iterator[None]:
-    """Change the sources, and compile them; afterwards both are as before, with their times."""
-    kept = re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE)
-    is_native = any(name.startswith("native/") for name in kept)
-    for pattern in ("build/temp*", "build/lib*", "build/native", "kvstore_hvd/_native*.so") if is_native else ():
-        kept += [str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)]
-    KEPT.mkdir()
+def run(job: Job) -> Outcome:
+    """Run the tests of a job until one fails."""
+    began, failure, test = time.monotonic(), "", ""
     try:
-        must("cp", "-a", "--parents", *kept, KEPT)
-        must("patch", "-p1", "-s", "-F1", "-r-", "--no-backup-if-mismatch", "-i", patch)
-        if is_native:
-            must(*BUILD)
-        yield
-    finally:
-        must("cp", "-a", f"{KEPT}/.", ROOT)
-        shutil.rmtree(KEPT)
+        copy = copy_of_checkout(job)
+        if job.patch is None:
+            failure, test = failure_of(copy, job.tests), job.name
+        else:
+            for test in job.tests:
+                failure = failure_of(copy, [test], "-x")
+                if failure and not failure.startswith("("):
+                    break
+    except OSError as error:
+        failure = f"({error})"
+    if not failure or failure.startswith("("):
+        return Outcome(job, test, failure, time.monotonic() - began)  # its folder stays
+    shutil.rmtree(WORK / job.name, ignore_errors=True)
+    return Outcome(job, test, failure, time.monotonic() - began)
+
+
+def jobs_for(patches: list[Path]) -> list[Job]:
+    """The tests of all patches without a fault, a job for each tier, then a job for each patch."""
+    faults = [
+        Job(each.stem, each.read_text().partition("\n")[0].removeprefix("tests:").split(), each) for each in patches
+    ]
+    tiers: dict[str, list[str]] = {}
+    for test in sorted({test for fault in faults for test in fault.tests}):
+        tier = test.partition("/")[0]
+        tiers.setdefault(test if tier.startswith("native") else tier, []).append(test)
+    return [*(Job(f"without-{tier.replace('/', '-')}", tests) for tier, tests in tiers.items()), *faults]
 
 
 def main() -> int:
     """Plant the faults that are named, or all."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults, without .patch [all]")
-    patches = [HERE / f"{name}.patch" for name in parser.parse_args().names] or sorted(HERE.glob("*.patch"))
+    parser.add_argument("--lanes", type=int, default=(os.cpu_count() or 1) + 1, help="faults at a time [%(default)d]")
+    options = parser.parse_args()
+    patches = [HERE / f"{name}.patch" for name in options.names] or sorted(HERE.glob("*.patch"))
     if unknown := [patch.stem for patch in patches if not patch.exists()]:
         sys.exit(f"no such fault: {' '.join(unknown)}")
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # jobs in the background ignore some
-        signal.signal(number, signal.default_int_handler)
-    if KEPT.exists():
-        sys.exit(f"another run is under way; or one was killed: `cp -a {KEPT}/. {ROOT}`, and delete {KEPT}")
-    WORK.mkdir(parents=True, exist_ok=True)
+    os.environ.update(KVHVD_TIMEOUT="20", OMP_NUM_THREADS="1", KVHVD_BUILD_JOBS="1")
     must(*BUILD)
-    red: dict[str, str] = {}  # by test: what fails without a fault
+    jobs = jobs_for(patches)
+    targets = {test.partition("/")[2] for job in jobs for test in job.tests if test.startswith("native")}
+    if targets:
+        objects = next((ROOT / "build").glob("temp.*"))
+        generator = "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}", f"-DKVHVD_OBJECTS={objects}"
+        must(BIN / "cmake", "-S", "native", "-B", NATIVE, *generator)
+        must(BIN / "cmake", "--build", NATIVE, "--target", *targets)
+    import mxnet  # noqa: F401 - in the forked processes it is there at once
+    import pytest  # noqa: F401
+
+    gc.freeze()
     caught: Counter[str] = Counter()
-    survived = []
-    for patch in patches:
-        tests = patch.read_text().partition("\n")[0].removeprefix("tests:").split()
-        for test in tests:
-            if test not in red:
-                red[test] = failure_of(test)
-                print(f"{test} fails without a fault: {red[test]}\n" if red[test] else "", end="", flush=True)
-        began, result = time.monotonic(), ""
-        try:
-            with planted(patch):
-                for test in (each for each in tests if not red[each]):
-                    result = failure_of(test)
-                    if result and not result.startswith("("):
-                        caught[re.split("[-/]", test)[0]] += 1
-                        break
-                else:
-                    raise OSError(result)
-        except OSError as error:
-            survived.append(patch.stem)
-            result = f"SURVIVED {error}"
-        print(f"{time.monotonic() - began:4.0f} s  {patch.stem}: {result}", flush=True)
+    survived, red = [], []
+    with ProcessPoolExecutor(options.lanes, get_context("fork")) as pool:
+        for done in as_completed([pool.submit(run, job) for job in jobs]):
+            job, test, failure, seconds = done.result()
+            is_test = bool(failure) and not failure.startswith("(")
+            if job.patch is None:
+                red += [f"{job.name}: {failure}"] if failure else []
+                text = f"FAILS WITHOUT A FAULT: {failure}" if failure else "passed"
+            else:
+                caught.update([re.split("[-/]", test)[0]] if is_test else [])
+                survived += [] if is_test else [job.name]
+                text = failure if is_test else f"SURVIVED {failure}"
+            print(f"{seconds:4.0f} s  {job.name}: {text}", flush=True)
     tiers = ", ".join(f"{tier} {count}" for tier, count in caught.items())
     print(f"caught {sum(caught.values())} of {len(patches)}: {tiers}; survived: {' '.join(survived) or 'none'}")
-    return 1 if survived else 0
+    print(*red, sep="\n")
+    return 1 if survived or red else 0
 
 
 if __name__ == "__main__":

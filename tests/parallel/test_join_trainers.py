@@ -61,6 +61,17 @@ def test_exact(rank, size, kind, optimizer, skew, initial):
     assert_close(net, alone)
 
 
+def test_the_store_sums_after_a_join_as_before(rank, size):
+    store, net = mx.kv.create("horovod"), mlp()
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=store)
+    data, label = samples(BATCH)
+    with Join([trainer]):
+        train(net, trainer, data, label, [range(BATCH)])
+    x = mx.nd.ones((2,))
+    store.pushpull("x", x)
+    assert x.asnumpy().tolist() == [size, size]
+
+
 def test_several_devices_and_a_schedule(rank, size):
     """All devices of all workers stay equal, and the learning rate follows the updates."""
     contexts = [mx.cpu(0), mx.cpu(1)]

@@ -1,5 +1,7 @@
 """`KVHVD_LINK_COMPRESSION`: sums of float32 are rounded to 16 bits on their way to other hosts, here virtual ones."""
 
+import importlib
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,8 @@ from fuzz.model import rounded_to_bfloat16
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.world import process
 from support.arrays import assert_same_bits, by_host, contribution, ordered_sum, sum_of_ranks
+
+pytestmark = pytest.mark.sizes
 
 COUNTS = (300_001, 5000, 70_000, 3)
 ROUND = {
@@ -59,3 +63,15 @@ def test_another_way_on_one_host(compressed, rank, size):
         compressed("fp16" if place.host == place.hosts[0] else "none")
     compressed("bf16")
     assert kvstore_hvd.allreduce(np.ones(3), "again")[0] == size
+
+
+def test_averages_and_what_travels_together(compressed, rank, size):
+    """Numbers that 16 bits hold exactly: sums are exact, whatever travels beside them, and averages are divided."""
+    mx, hvd = pytest.importorskip("mxnet"), importlib.import_module("kvstore_hvd.mxnet")
+    compressed("fp16")
+    arrays = [mx.nd.full((20_000 + i,), rank + 1, dtype=dtype) for i in range(6) for dtype in ("float32", "int32")]
+    sums = [hvd.allreduce(each, op=hvd.Sum) for each in arrays]
+    means = [hvd.allreduce(each, op=hvd.Average) for each in arrays[::2]]
+    total = size * (size + 1) // 2
+    assert [set(each.asnumpy().tolist()) for each in sums] == [{total}] * 12
+    assert [set(each.asnumpy().tolist()) for each in means] == [{total / size}] * 6

@@ -293,6 +293,7 @@ def test_mxnets_profiler_names_operations(target, rank, size):
         assert all(begin <= end for begin, end in zip(sorted(times[name, "B"]), sorted(times[name, "E"])))
 
 
+@pytest.mark.sizes
 def test_clocks_of_other_hosts(world, rank, size, monkeypatch):
     """Rank 0's clock is that of all; by how much another host's is ahead is known within the error that is told."""
     place = process.current().topology

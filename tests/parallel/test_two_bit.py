@@ -40,6 +40,15 @@ def gradients_of(rank, step, threshold):
     return values
 
 
+def test_an_array_of_another_shape_begins_anew(kv, kind, size):
+    """Under the same key: what was left of the one before is gone."""
+    kv.set_gradient_compression({"type": "2bit"})
+    for shape in ((3,), (2, 2), (3,)):
+        x = make(kind, np.full(shape, 0.4, "float32"))
+        kv.pushpull("x", x)
+        assert not x.asnumpy().any()
+
+
 @pytest.mark.parametrize("threshold", [None, 0.1, np.float32(2), 3])
 def test_sums(kv, kind, rank, size, threshold):
     """`pushpull` (in place, with outs of other dtypes and devices, of several keys) and `push`: the model's bits."""

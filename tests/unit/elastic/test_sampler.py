@@ -78,6 +78,14 @@ def test_record_batch_takes_any_index(place, numbers):
             assert each.processed_indices == set(range(6 * (count + 1)))
 
 
+def test_every_iteration_is_recorded_from_its_beginning(place):
+    (one,) = samplers(place, 1, range(20), shuffle=False)
+    for _ in range(2):
+        assert list(one)[:4] == list(range(4))
+        one.record_batch(0, 4)
+    assert one.processed_indices == set(range(4))
+
+
 def test_more_batches_than_there_are(place, caplog, monkeypatch):
     """They change nothing; it is said once."""
     monkeypatch.setattr(log, "_logged", set())

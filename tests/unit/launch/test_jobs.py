@@ -71,6 +71,23 @@ def test_a_job_that_is_over_starts_nobody():
     assert (play.starts(), play.running) == ([(0, "a:0")], [0])
 
 
+def test_ranks_where_hosts_have_unequal_slots():
+    """Rank and size; those on the host; those among the hosts that have a worker of this local rank."""
+    play = Play({"a": 2, "b": 1}, min_np=3, max_np=3, replaces=False)
+    assert [play.job.ranks_of(rank) for rank in range(3)] == [
+        (0, 3, 0, 2, 0, 2),
+        (1, 3, 1, 2, 0, 1),
+        (2, 3, 0, 1, 1, 2),
+    ]
+
+
+def test_a_worker_that_ends_while_the_others_meet_is_not_waited_for():
+    play = Play({"a": 3}, min_np=2)
+    play.ready(*play.running)
+    play.end(0)
+    assert [play.told(number)[-1]["t"] for number in (1, 2)] == ["void", "void"]
+
+
 def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
     play = Play({"a": 1}, min_np=2, elastic_timeout_s=60)
     play.wait(59)

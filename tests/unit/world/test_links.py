@@ -6,6 +6,7 @@ Hosts are threads, each with a listening socket of its own.
 import contextlib
 import dataclasses
 import os
+import select
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -138,8 +139,10 @@ def test_crowds_of_strangers_hold_nobody_up(listeners, setting, trickles):
         pool.submit(trickle)
         try:
             check_connected(connect(listeners, worlds(listeners)))
+            ended = select.select(crowd, [], [], 0)[0]  # the ones beyond the limit
         finally:
             is_over.set()
+    assert len(ended) >= 3 * (100 - links._MOST_STRANGERS) - 3
 
 
 def test_a_host_with_another_secret(listeners, setting):
@@ -148,6 +151,43 @@ def test_a_host_with_another_secret(listeners, setting):
     assert all(isinstance(each, LaunchError) for each in results)
     assert "rank 3 did not arrive within 1 s" in str(results[0]), results[0]
     assert "ranks 0-2, 4 did not arrive" in str(results[2]), results[2]
+
+
+def test_a_stranger_that_has_read_a_hello_is_refused(listeners, setting):
+    """A hello is in clear: a stranger that has read one can neither answer for a host nor call as one."""
+    setting("KVHVD_START_TIMEOUT", "2")
+    of_all = worlds(listeners)
+    where = listeners[0].getsockname()
+    with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
+        place = (f"127.0.0.1:{impostor.getsockname()[1]}",)
+        of_all[2] = dataclasses.replace(of_all[2], addresses=(place, *of_all[2].addresses[1:]))
+
+        def overhear():
+            called = impostor.accept()[0]
+            calling = socket.create_connection(where)
+            calling.sendall(called.recv(1000))
+            called.sendall(os.urandom(64))  # of the length of an answer
+            calling.recv(1000)
+            calling.sendall(os.urandom(32))
+            return called, calling
+
+        overheard = pool.submit(overhear)
+        results = connect(listeners, of_all)
+        for each in overheard.result(LONG_S):
+            each.close()
+    assert "rank 3 did not arrive" in str(results[0]), results[0]
+    assert f"{place[0]}: another process answers there" in str(results[2]), results[2]
+
+
+def test_a_call_for_another_host_is_refused(listeners, setting):
+    """For example after two hosts have exchanged their addresses."""
+    setting("KVHVD_START_TIMEOUT", "1")
+    of_all = worlds(listeners)
+    first, second, third = (of_all[0].addresses[rank] for rank in (0, 1, 3))
+    of_all[2] = dataclasses.replace(of_all[2], addresses=(second, first, second, third, first))
+    results = connect(listeners, of_all)
+    assert all("rank 3 did not arrive" in str(each) for each in results[:2]), results
+    assert "ranks 0-2, 4 did not arrive" in str(results[2]), results
 
 
 def test_a_host_that_does_not_come(listeners, setting):

@@ -128,6 +128,20 @@ def test_a_peer_with_another_secret_is_no_peer(pool, monkeypatch):
     assert same_file(leader, start(pool, second))
 
 
+def test_a_process_of_another_user_is_not_heard(pool, monkeypatch):
+    """Nor is it believed as the server."""
+    first, second = worlds(2)
+    leader = start(pool, first)
+    user = os.geteuid() + 1
+    monkeypatch.setattr(meeting, "peer_process", lambda connection: (1, user))
+    with connect(socket_name(first)) as peer:
+        assert peer.recv(100) == b""
+    with pytest.raises(LaunchError, match="another process answers in its place"):
+        start(pool, second, timeout_s=0.5).result(LONG_S)
+    monkeypatch.undo()
+    assert same_file(leader, start(pool, second))
+
+
 @pytest.mark.parametrize("is_mute", [False, True])
 def test_a_server_with_another_secret_is_not_believed(pool, is_mute):
     """One that never speaks does not hang its peer."""

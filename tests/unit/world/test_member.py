@@ -45,6 +45,17 @@ def test_errors_that_nobody_has_read_are_told_once(fake, held):
     mine.check()
 
 
+def test_an_error_from_before_the_world_was_lost_comes_first(fake):
+    """It may be why the others have left."""
+    mine = process.current().member
+    fake.adapter.unread.append(InputFailedError("'first': its input failed."))
+    fake.failure = PeerLostError("rank 1 died.")
+    with pytest.raises(InputFailedError, match="'first'"):
+        mine.check()
+    with pytest.raises(PeerLostError):
+        mine.check()
+
+
 def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch):
     """The others are told, and nothing is kept of the world."""
     connection = FakeConnection(FakeAdapter())
