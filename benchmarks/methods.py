@@ -6,13 +6,12 @@ import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import kvstore_hvd
+from kvstore_hvd import mxnet_compat, native
 
 # isort: split
 import mxnet as mx
 import numpy as np
 
-from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.world import process
 
 __all__ = ["IN_ARENA", "Methods", "memory_of", "zeros"]
@@ -34,6 +33,14 @@ def memory_of(array: Any) -> Any:
     mx.base.check_call(mx.base._LIB.MXNDArrayGetData(array.handle, ctypes.byref(pointer)))
     assert pointer.value is not None
     return np.ctypeslib.as_array((ctypes.c_float * array.size).from_address(pointer.value))
+
+
+def _raw(engine: native.Engine, memory: Any, name: str) -> Action:
+    """The engine's own sum, without MXNet."""
+    address = [memory.ctypes.data]
+    return engine.prepare(
+        native.Request("allreduce", name, name, address, address, [memory.size], "float32"), memory, memory
+    )
 
 
 def _of_mpi(mpi: Any, communicator: Any, memory: Any) -> Action:
@@ -83,7 +90,7 @@ class Methods:
             pushpull(name, array)
             wait()
 
-        found = {"raw": kvstore_hvd.allreduce_init(memory, name, out=memory), "pushpull": store}
+        found = {"raw": _raw(process.current().member.others() or self._alone, memory, name), "pushpull": store}
         if self._mpi is not None:
             found["MPI"] = _of_mpi(self._mpi, self._mpi.COMM_WORLD, memory)
         return found
@@ -97,9 +104,7 @@ class Methods:
             pushpull(name, name, [handle], [handle])
             wait()
 
-        place = [memory.ctypes.data]
-        request = native.Request("allreduce", name, name, place, place, [memory.size], "float32")
-        found = {"raw (alone)": self._alone.prepare(request, memory, memory), "pushpull (alone)": store}
+        found = {"raw (alone)": _raw(self._alone, memory, name), "pushpull (alone)": store}
         if self._mpi is not None:
             found["MPI (alone)"] = _of_mpi(self._mpi, self._mpi.COMM_SELF, memory)
         return found

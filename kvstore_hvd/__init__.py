@@ -16,109 +16,51 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from kvstore_hvd import errors as _errors
 from kvstore_hvd.config import config as _config
 from kvstore_hvd.config import prepare_mxnet as _prepare_mxnet
+from kvstore_hvd.errors import *
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from kvstore_hvd.errors import (
-        ConfigError,
-        DivergedError,
-        HorovodInternalError,
-        HostsUpdatedInterrupt,
-        InputFailedError,
-        InvalidRequestError,
-        InvalidTypeError,
-        KVHvdError,
-        LaunchError,
-        MismatchError,
-        NotInitializedError,
-        PeerLostError,
-        RunError,
-        ShutdownError,
-        TimeoutError,  # noqa: A004 - Horovod's and PyTorch's word for it
-        TransportError,
-        UnsupportedDtypeError,
-        UnsupportedMethodError,
-        UnsynchronisedTrainerError,
-    )
-    from kvstore_hvd.join import Join, Joinable, JoinHook
-    from kvstore_hvd.launch.call import run
-    from kvstore_hvd.numpy_ops import allreduce, allreduce_init, barrier, broadcast
-    from kvstore_hvd.store.divergence import verify
-    from kvstore_hvd.store.kvstore import Horovod
-    from kvstore_hvd.timeline import start_timeline, stop_timeline
-    from kvstore_hvd.world.process import init, is_initialized, reset, shutdown, topology
-    from kvstore_hvd.world.topology import Topology
+    from kvstore_hvd.join import *
+    from kvstore_hvd.launch.call import *
+    from kvstore_hvd.numpy_ops import *
+    from kvstore_hvd.store.divergence import *
+    from kvstore_hvd.store.kvstore import *
+    from kvstore_hvd.timeline import *
+    from kvstore_hvd.world.process import *
+    from kvstore_hvd.world.topology import *
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ConfigError",
-    "DivergedError",
-    "Horovod",
-    "HorovodInternalError",
-    "HostsUpdatedInterrupt",
-    "InputFailedError",
-    "InvalidRequestError",
-    "InvalidTypeError",
-    "Join",
-    "JoinHook",
-    "Joinable",
-    "KVHvdError",
-    "LaunchError",
-    "MismatchError",
-    "NotInitializedError",
-    "PeerLostError",
-    "RunError",
-    "ShutdownError",
-    "TimeoutError",
-    "Topology",
-    "TransportError",
-    "UnsupportedDtypeError",
-    "UnsupportedMethodError",
-    "UnsynchronisedTrainerError",
-    "allreduce",
-    "allreduce_init",
-    "barrier",
-    "broadcast",
-    "init",
-    "is_initialized",
-    "reset",
-    "run",
-    "shutdown",
-    "start_timeline",
-    "stop_timeline",
-    "topology",
-    "verify",
-]
+# The public names of modules that are imported at the first use of a name: the launcher needs none, and starts without
+# NumPy.
+_LATER = {
+    "join": ("Join", "JoinHook", "Joinable"),
+    "launch.call": ("run",),
+    "numpy_ops": ("allreduce", "barrier", "broadcast"),
+    "store.divergence": ("verify",),
+    "store.kvstore": ("Horovod",),
+    "timeline": ("start_timeline", "stop_timeline"),
+    "world.process": ("init", "is_initialized", "reset", "shutdown", "topology"),
+    "world.topology": ("Topology",),
+}
 
-# The modules of the names, imported at the first use of one: the launcher needs none of them, and starts without NumPy.
-_MODULES = (
-    "errors",
-    "launch.call",
-    "join",
-    "numpy_ops",
-    "world.process",
-    "store.divergence",
-    "timeline",
-    "world.topology",
-)
+__all__ = [name for names in _LATER.values() for name in names]
+__all__ += _errors.__all__
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
+        module = next((module for module, names in _LATER.items() if name in names), None)
+        if module is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name == "Horovod":  # derives from a class of MXNet's, which may be absent
             importlib.import_module("kvstore_hvd.mxnet_compat").require_mxnet()
-            value = importlib.import_module("kvstore_hvd.store.kvstore").Horovod
-        else:
-            modules = (importlib.import_module(f"kvstore_hvd.{module}") for module in _MODULES)
-            value = next(getattr(module, name) for module in modules if name in module.__all__)
-        globals()[name] = value
+        value = globals()[name] = getattr(importlib.import_module(f"kvstore_hvd.{module}"), name)
         return value
 
 
@@ -132,17 +74,12 @@ def __dir__() -> list[str]:
 class _ImportHook:
     """A finder for ``sys.meta_path`` that runs `before` and `after` around the first import of one module.
 
-    It is removed after a successful import, and stays after a failed one or a look-up (``importlib.util.find_spec``). A
-    finder must import nothing: the interpreter holds the lock of all imports meanwhile, and a thread that imports
-    another module waits for that lock with the other module's.
+    It is removed after a successful import, and stays after a failed one or a look-up (``importlib.util.find_spec``).
+    It imports nothing itself: the interpreter holds the lock of all imports meanwhile.
     """
 
     def __init__(self, module: str, before: Callable[[], None], after: Callable[[], None]) -> None:
         self.module, self.before, self.after = module, before, after
-
-    def install(self) -> None:
-        """Put the hook before all other finders."""
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]  # a finder needs no base class
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -150,8 +87,7 @@ class _ImportHook:
         """The spec of a later finder, with a loader around its loader."""
         if name != self.module or self not in sys.meta_path:
             return None
-        later = sys.meta_path[sys.meta_path.index(self) + 1 :]  # type: ignore[arg-type]
-        for finder in later:
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:  # type: ignore[arg-type]
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(name, path, target) if find else None
             if spec is not None:
@@ -166,10 +102,6 @@ class _Loader:
 
     def __init__(self, loader: Any, hook: _ImportHook) -> None:
         self._loader, self._hook = loader, hook
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        made: ModuleType | None = self._loader.create_module(spec)
-        return made
 
     def exec_module(self, module: ModuleType) -> None:
         # pickle, pkgutil and reload must find the module's own loader.
@@ -210,4 +142,4 @@ if sys.modules.get("mxnet") is not None:
     importlib.import_module("mxnet")  # waits for a thread that is still importing it
     _after_mxnet()
 else:
-    _ImportHook("mxnet", _before_mxnet, _after_mxnet).install()
+    sys.meta_path.insert(0, _ImportHook("mxnet", _before_mxnet, _after_mxnet))  # type: ignore[arg-type]

@@ -34,10 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] in (["-h"], ["--help"]):
         print(_USAGE)
         return 0
+    if arguments == ["-m"]:
+        print(_USAGE, file=sys.stderr)
+        return _refuse("-m needs the name of a module")
     if arguments[:1] == ["-m"]:
-        if len(arguments) < 2:
-            print(_USAGE, file=sys.stderr)
-            return _refuse("-m needs the name of a module")
         return _run_module(arguments[1], arguments[2:])
     if arguments[:1] == ["--"]:
         arguments = arguments[1:]
@@ -71,16 +71,9 @@ def _run_script(path: str, arguments: list[str]) -> int:
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     # Not runpy, which removes its module at the end of the script: threads and exit handlers still use it.
-    module = types.ModuleType("__main__")
-    module.__dict__.update(
-        __file__=os.path.abspath(path),
-        __builtins__=builtins,
-        __cached__=None,
-        __loader__=SourceFileLoader("__main__", path),
-        __package__=None,
-        __spec__=None,
-    )
-    sys.modules["__main__"] = module
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    loader = SourceFileLoader("__main__", path)
+    vars(module).update(__file__=os.path.abspath(path), __builtins__=builtins, __cached__=None, __loader__=loader)
     exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     return 0
 
@@ -101,14 +94,10 @@ def _prepare(argv: list[str]) -> None:
     sys.argv = argv
     pass_alias_on()
     horovod_alias.install()
-    _hide_our_frames()
-
-
-def _hide_our_frames() -> None:
-    """Begin the traceback of an unhandled exception in the program, as if Python had started it."""
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+        """Begin the traceback of an unhandled exception in the program, as if Python had started it."""
         first = trace
         while first is not None and _is_ours(first.tb_frame.f_code.co_filename):
             first = first.tb_next

@@ -78,23 +78,18 @@ _placement = _parser("2 (hosts), 2,1 (ranks of each) or 0/1/0 (host of each rank
 
 
 class _Knob:
-    """A field of `Config`, read from the first of `variables` that is set.
-
-    `doc` is the line of ``kvhvdrun --help``, if there is one; `hidden` values are not printed.
-    """
+    """A field of `Config`, read from the first of `variables` that is set; `hidden` values are not printed."""
 
     # The import of dataclasses would take a tenth of the launcher's start.
 
-    def __init__(self, parse: Any, default: Any, *variables: str, doc: str = "", hidden: bool = False) -> None:
-        self.parse, self.default, self.variables, self.doc, self.hidden = parse, default, variables, doc, hidden
+    def __init__(self, parse: Any, default: Any, *variables: str, hidden: bool = False) -> None:
+        self.parse, self.default, self.variables, self.hidden = parse, default, variables, hidden
 
     def __get__(self, instance: Config | None, owner: type[Config]) -> Any:
         return self if instance is None else self.default  # of a field without a value in the instance
 
 
-def _knob(*arguments: Any, **more: Any) -> Any:
-    """A `_Knob`; type checkers see a value of its field."""
-    return _Knob(*arguments, **more)
+_knob: Any = _Knob  # type checkers see a value of the field
 
 
 # -- Variables of launchers ------------------------------------------------------------------------------------
@@ -170,15 +165,23 @@ def _foreign_launch(environ: Mapping[str, str], horovods_are_ours: bool) -> tupl
 # -- The object ---------------------------------------------------------------------------------------------------
 
 
-class Config:
-    """All settings. Does not change. The comments are the descriptions in docs/errors.md."""
+#: The lines of ``kvhvdrun --help``.
+HELP = {
+    "timeout_s": "Seconds that an operation may wait for stopped workers or those that wait for it; if set, for any.",
+    "stall_check_s": "Seconds that an operation may wait before a report says who waits for whom, and where; 0: none.",
+    "stall_check_disable": "1 turns stall reports off.",
+    "verify_every": "Steps of a Trainer after which the workers compare their parameters, again and again; 0: never.",
+    "log_level": "Lowest level of diagnostics shown: trace, debug, info, warning, error, fatal.",
+    "allow_local_trainer": "1 allows unsynchronised Trainers in a multi-worker job.",
+    "survivor_time_s": "kvhvdrun: seconds that other workers get, after one failed, to report and end on their own.",
+    "kill_grace_s": "kvhvdrun: seconds between SIGTERM and SIGKILL when it ends workers.",
+}
 
-    timeout_s: float = _knob(
-        _seconds,
-        600.0,
-        "KVHVD_TIMEOUT",
-        doc="Seconds that an operation may wait for workers that are stopped or wait for it; if set, for any worker.",
-    )
+
+class Config:
+    """All settings. Does not change. `HELP` and the comments are the descriptions in docs/errors.md."""
+
+    timeout_s: float = _knob(_seconds, 600.0, "KVHVD_TIMEOUT")
     # Seconds that workers may take to find each other at the start.
     start_timeout_s: float = _knob(_seconds, 30.0, "KVHVD_START_TIMEOUT", "HOROVOD_START_TIMEOUT")
     # Seconds after which a host that says nothing counts as lost.
@@ -189,31 +192,14 @@ class Config:
     link_compression: str = _knob(_choice("none", "fp16", "bf16"), "none", "KVHVD_LINK_COMPRESSION")
     # Seconds at exit in which one of a worker's pending operations has to complete; if set, in any case.
     exit_timeout_s: float = _knob(_seconds, 30.0, "KVHVD_EXIT_TIMEOUT")
-    stall_check_s: float = _knob(
-        _seconds_or_off,
-        60.0,
-        "KVHVD_STALL_CHECK_TIME_S",
-        "HOROVOD_STALL_CHECK_TIME_SECONDS",
-        doc="Seconds that an operation may wait before a report says who waits for whom, and where; 0: no reports.",
-    )
-    stall_check_disable: bool = _knob(_flag, False, "HOROVOD_STALL_CHECK_DISABLE", doc="1 turns stall reports off.")
+    stall_check_s: float = _knob(_seconds_or_off, 60.0, "KVHVD_STALL_CHECK_TIME_S", "HOROVOD_STALL_CHECK_TIME_SECONDS")
+    stall_check_disable: bool = _knob(_flag, False, "HOROVOD_STALL_CHECK_DISABLE")
     # Seconds after which such a report also fails the world; 0: never.
     stall_shutdown_s: float = _knob(
         _seconds_or_off, 0.0, "KVHVD_STALL_SHUTDOWN_TIME_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
     )
-    verify_every: int = _knob(
-        _count,
-        0,
-        "KVHVD_VERIFY_EVERY",
-        doc="Steps of a Trainer after which the workers compare their parameters, again and again; 0: never.",
-    )
-    log_level: str = _knob(
-        _level,
-        "warning",
-        "KVHVD_LOG_LEVEL",
-        "HOROVOD_LOG_LEVEL",
-        doc="Lowest level of diagnostics shown: trace, debug, info, warning, error, fatal.",
-    )
+    verify_every: int = _knob(_count, 0, "KVHVD_VERIFY_EVERY")
+    log_level: str = _knob(_level, "warning", "KVHVD_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
     # 1: once kvstore_hvd is imported, `import horovod.mxnet` finds it where Horovod is not installed.
     as_horovod: bool = _knob(_flag, False, "KVHVD_AS_HOROVOD")
     # 0: lines of diagnostics begin with the time of day.
@@ -240,20 +226,11 @@ class Config:
     timeline_mark_cycles: bool = _knob(_flag, False, "KVHVD_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES")
     # 1: add the NumPy names that MXNet needs and newer NumPy lacks.
     numpy_shim: bool = _knob(_flag, True, "KVHVD_NUMPY_SHIM")
-    allow_local_trainer: bool = _knob(
-        _flag, False, "KVHVD_ALLOW_LOCAL_TRAINER", doc="1 allows unsynchronised Trainers in a multi-worker job."
-    )
+    allow_local_trainer: bool = _knob(_flag, False, "KVHVD_ALLOW_LOCAL_TRAINER")
     # 1: process sets may be added and removed after hvd.init().
     dynamic_process_sets: bool = _knob(_flag, False, "KVHVD_DYNAMIC_PROCESS_SETS", "HOROVOD_DYNAMIC_PROCESS_SETS")
-    survivor_time_s: float = _knob(
-        _seconds,
-        2.0,
-        "KVHVD_SURVIVOR_TIME",
-        doc="kvhvdrun: seconds that the other workers get, after one failed, to report and end on their own.",
-    )
-    kill_grace_s: float = _knob(
-        _seconds, 5.0, "KVHVD_KILL_GRACE", doc="kvhvdrun: seconds between SIGTERM and SIGKILL when it ends workers."
-    )
+    survivor_time_s: float = _knob(_seconds, 2.0, "KVHVD_SURVIVOR_TIME")
+    kill_grace_s: float = _knob(_seconds, 5.0, "KVHVD_KILL_GRACE")
     # kvhvdrun, elastic or over hosts: seconds for which launcher and daemons may hear nothing of each other.
     lease_s: float = _knob(_lease, 60.0, "KVHVD_LEASE")
     # Elastic training: file that rank 0 writes the state to, and begins from.
@@ -355,8 +332,8 @@ class Config:
     @classmethod
     def describe(cls) -> str:
         """A line for each variable that users need, for ``kvhvdrun --help``."""
-        knobs = [knob for knob in KNOBS.values() if knob.doc]
-        return "\n".join(f"{' or '.join(knob.variables)} [{_shown(knob.default)}]: {knob.doc}" for knob in knobs)
+        knobs = [(KNOBS[name], text) for name, text in HELP.items()]
+        return "\n".join(f"{' or '.join(knob.variables)} [{_shown(knob.default)}]: {text}" for knob, text in knobs)
 
 
 KNOBS = {name: knob for name, knob in vars(Config).items() if isinstance(knob, _Knob)}
@@ -392,17 +369,16 @@ def reload() -> Config:
 def _read() -> Config:
     """Replace the configuration. The program's own settings of `logging` stay unless the environment changes."""
     global _current
-    before, now = _current, Config.from_environ(os.environ)
-    _current = now
-    if now.log_level == KNOBS["log_level"].default and now.log_hide_time and "kvstore_hvd.log" not in sys.modules:
-        return now  # these are the settings of `log` at its import, which the start of the launcher avoids
+    before, _current = _current, Config.from_environ(os.environ)
+    level, hide_time = _current.log_level, _current.log_hide_time
+    if (level, hide_time) == ("warning", True) and "kvstore_hvd.log" not in sys.modules:
+        return _current  # these are the settings of `log` at its import, which the start of the launcher avoids
     from kvstore_hvd import log
 
-    if before is None or before.log_level != now.log_level:
-        log.set_level(now.log_level)
-    if before is None or before.log_hide_time != now.log_hide_time:
-        log.set_time(not now.log_hide_time)
-    return now
+    if before is None or before.log_level != level:
+        log.logger.setLevel(level.upper())
+    log.with_time = not hide_time
+    return _current
 
 
 def tell_unused() -> None:

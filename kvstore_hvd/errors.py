@@ -16,6 +16,7 @@ Texts have one form::
 from __future__ import annotations
 
 import builtins
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -131,7 +132,7 @@ class HostsUpdatedInterrupt(RuntimeError):
     Parameters
     ----------
     skip_sync : bool
-        Whether workers only leave, so that those that stay have no state to hand over.
+        Whether workers only leave: the workers that stay have no state to hand over.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:
@@ -165,16 +166,11 @@ def printable(text: str) -> str:
 
 def rank_list(ranks: Iterable[int]) -> str:
     """Name a set of ranks for people: ``'rank 3'``, ``'ranks 0-2, 5'``, ``'no rank'`` when empty."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    if not runs:
-        return "no rank"
+    every = sorted(set(ranks))
+    # Consecutive ranks have one difference to their places in the list.
+    runs = [[rank for _, rank in run] for _, run in itertools.groupby(enumerate(every), lambda one: one[1] - one[0])]
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {text}" if len(runs) == len(runs[0]) == 1 else f"ranks {text}"
+    return f"{'rank' if len(every) == 1 else 'ranks'} {text}" if every else "no rank"
 
 
 def message(
@@ -194,7 +190,6 @@ def message(
     The fact is a sentence; what is empty is left out; `within` is the rank in a process set.
     """
     prefix = "" if rank is None else f"[rank {rank}/{'?' if size is None else size}{within and f', {within}'}] "
-    parts = operation, name and f"'{name}'", "" if key is None else f"(key {key})"
-    subject = " ".join(filter(None, parts))
-    lines = [f"{prefix}{subject}{subject and ': '}{fact}", *(f"  {detail}" for detail in details)]
-    return "\n".join([*lines, f"  Fix: {fix}"] if fix else lines)
+    subject = " ".join(filter(None, (operation, name and f"'{name}'", "" if key is None else f"(key {key})")))
+    lines = f"{prefix}{subject}{subject and ': '}{fact}", *details, *([f"Fix: {fix}"] if fix else [])
+    return "\n  ".join(lines)

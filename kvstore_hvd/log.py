@@ -15,7 +15,8 @@ logger: logging.Logger = logging.getLogger("kvstore_hvd")
 _logged: set[str] = set()
 _lock = threading.Lock()
 _rank_text = ""
-_with_time = False
+#: Whether lines begin with the time of day.
+with_time = False
 
 
 class _StderrHandler(logging.Handler):
@@ -25,7 +26,7 @@ class _StderrHandler(logging.Handler):
         if logging.getLogger().handlers or sys.stderr is None:
             return
         try:
-            clock = time.strftime("%H:%M:%S ", time.localtime(record.created)) if _with_time else ""
+            clock = time.strftime("%H:%M:%S ", time.localtime(record.created)) if with_time else ""
             sys.stderr.write(f"{clock}{_rank_text}kvstore_hvd {record.levelname.lower()}: {record.getMessage()}\n")
             sys.stderr.flush()
         except Exception:  # noqa: BLE001 - a closed stderr must not end the training
@@ -35,17 +36,6 @@ class _StderrHandler(logging.Handler):
 if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):
     logger.addHandler(_StderrHandler())
 logger.setLevel(logging.WARNING)
-
-
-def set_level(level: str) -> None:
-    """Set the lowest level shown: debug, info, warning, error or critical."""
-    logger.setLevel(level.upper())
-
-
-def set_time(shown: bool) -> None:
-    """Show the time of day at the start of lines, or not."""
-    global _with_time
-    _with_time = shown
 
 
 def set_rank(rank: int, size: int) -> None:

@@ -18,27 +18,9 @@ if TYPE_CHECKING:
     from kvstore_hvd._native import *
 
 # Codes of native/base/types.hpp, also in the kernels for GPUs.
-DTYPES = {
-    "float16": 0,
-    "bfloat16": 1,
-    "float32": 2,
-    "float64": 3,
-    "int8": 4,
-    "uint8": 5,
-    "int32": 6,
-    "int64": 7,
-}
+DTYPES = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3, "int8": 4, "uint8": 5, "int32": 6, "int64": 7}
 #: Bytes of an element.
-ITEM_BYTES = {
-    "float16": 2,
-    "bfloat16": 2,
-    "float32": 4,
-    "float64": 8,
-    "int8": 1,
-    "uint8": 1,
-    "int32": 4,
-    "int64": 8,
-}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
 OPS = {"sum": 0, "average": 1, "min": 2, "max": 3, "product": 4}
 #: Prefix of the names of requests without timeout and stall report: native/request/request.hpp.
 PATIENT = "~"
@@ -55,30 +37,26 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name.startswith("__"):  # of Python's own look-ups, which must not load the extension
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(_extension(), name)
+        try:
+            extension = importlib.import_module("kvstore_hvd._native")
+        except ModuleNotFoundError as error:
+            if error.name != "kvstore_hvd._native":
+                raise
+            raise NotBuiltError(_why_not_built()) from None
+        value = globals()[name] = getattr(extension, name)
         return value
-
-
-def _extension() -> Any:
-    try:
-        return importlib.import_module("kvstore_hvd._native")
-    except ModuleNotFoundError as error:
-        if error.name != "kvstore_hvd._native":
-            raise
-        raise NotBuiltError(_why_not_built()) from None
 
 
 def _why_not_built() -> str:
     here = Path(__file__).parent
     fact = f"the native extension of kvstore_hvd is missing: {here} belongs to a source tree that was not built."
+    fix = "run `pip install .` (or `pip install -e .`) in the source tree."
     # Python looks into the script's folder first: a script in the source tree never finds the installed copy.
     installed = next((path.parent for entry in sys.path for path in Path(entry).glob("kvstore_hvd/_native.*.so")), None)
-    if installed is None:
-        return errors.message(fact, fix="run `pip install .` (or `pip install -e .`) in the source tree.")
-    return errors.message(
-        f"{fact} It hides the copy that is installed in {installed}.",
-        fix="keep (or start) your script in another folder, or run `pip install -e .` in the source tree.",
-    )
+    if installed is not None:
+        fact += f" It hides the copy that is installed in {installed}."
+        fix = "keep (or start) your script in another folder, or run `pip install -e .` in the source tree."
+    return errors.message(fact, fix=fix)
 
 
 # -- Records -----------------------------------------------------------------------------------------------------------

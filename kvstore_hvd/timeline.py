@@ -11,11 +11,13 @@ import contextlib
 import fcntl
 import glob
 import io
+import itertools
 import json
 import os
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any, Union
@@ -37,14 +39,14 @@ _OPEN_ROUNDS = 256
 def start_timeline(file_path: Union[str, os.PathLike[str]], mark_cycles: bool = False) -> None:
     """Begin to record the operations of all workers; every worker must call it.
 
-    Joins the world first if this process never did. When this worker leaves its world (`shutdown`, or the end of the
-    program), the recording is written as by `stop_timeline`. Goes on over a `reset`.
+    Joins the world first if this process never did. `shutdown` and the end of the program write the recording as
+    `stop_timeline` does; a `reset` does not end it.
 
     Parameters
     ----------
     file_path : str or os.PathLike
-        The file to write, replaced if it exists; the path of rank 0 counts. It is written when the recording ends;
-        until then each worker writes to ``<file_path>.rank-<rank>.part``.
+        The file to write, replaced if it exists; the path of rank 0 counts. Until the recording ends, each worker
+        writes to ``<file_path>.rank-<rank>.part``.
     mark_cycles : bool
         Mark where rounds begin: series of submissions in which no name occurs twice, in training the steps. The choice
         of rank 0 counts.
@@ -83,12 +85,10 @@ def stop_timeline() -> None:
 
 # -- Parts -------------------------------------------------------------------------------------------------------------
 #
-# The part of a timeline that one worker writes: lines of JSON, readable however the worker ends.
-#
-# The first line is a `Header`, as an object. An array is an operation (`records.TimelineEvent`). Later objects:
-# ``{"world": 1}``: the next operations belong to the world of this generation. ``{"set": 3}``: they belong to this
-# process set of the world (0: to all workers). ``{"lost": 12}``: this many operations found no room. ``{"end":
-# "<session>"}``: the part is complete.
+# A part is lines of JSON, readable however its worker ends. The first line is a `Header`, as an object. An array is an
+# operation (`native.TimelineEvent`). Later objects: ``{"world": 1}``: the next operations belong to the world of this
+# generation. ``{"set": 3}``: they belong to this process set (0: to all workers). ``{"lost": 12}``: so many operations
+# found no room. ``{"end": "<session>"}``: the part is complete.
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,9 @@ def read_header(path: str) -> Header | None:
 
 # -- The trace ---------------------------------------------------------------------------------------------------------
 #
-# The trace of all workers' parts, for Perfetto (https://ui.perfetto.dev) and chrome://tracing.
-#
-# The format is the *trace event format*: a process for each rank, in it a row for each tensor, times in microseconds
-# since the start of the recording. Parts are read line by line: a timeline need not fit into memory.
+# The *trace event format* of Perfetto (https://ui.perfetto.dev) and chrome://tracing: a process for each rank, in it a
+# row for each tensor, times in microseconds since the start of the recording. Parts are read line by line: a timeline
+# need not fit into memory.
 
 
 @dataclass
@@ -237,14 +236,6 @@ def write_trace(target: str, parts: Sequence[str]) -> Summary:
     return trace.summary
 
 
-@dataclass
-class _Row:
-    """Operations that do not overlap."""
-
-    number: int
-    until: int = 0  # end of the last one
-
-
 class _Rounds:
     """The starts of the rounds of one world. Operations come nearly in the order of their rounds."""
 
@@ -267,21 +258,22 @@ class _Rounds:
 
 
 class _Rank:
-    """The rows and rounds of a rank so far."""
+    """The rows of a rank so far, by number, and the rounds of its present world."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.shown = 0  # number of rows with operations
-        self.rows: dict[tuple[int, str], list[_Row]] = {}  # by process set (0: all workers) and name
-        self.cycles: dict[int, _Row] = {}  # by process set
-        self.rounds: dict[int, _Rounds] = {}  # of the present world, by process set
+        #: By process set (0: all workers) and name: the end of the last operation of each row, operations of which do
+        #: not overlap.
+        self.rows: defaultdict[tuple[int, str], dict[int, int]] = defaultdict(dict)
+        self.cycles: dict[int, int] = {}  # the row of each process set's rounds
+        self.rounds: defaultdict[int, _Rounds] = defaultdict(_Rounds)  # by process set
 
 
 class _Trace:
     def __init__(self, first: Header) -> None:
         self._first = first  # the time 0 of the trace is that of this header
         self._ahead_ns = 0  # clock of the part under way, minus that of rank 0's host
-        self._rows = 0
+        self._numbers = itertools.count(1)  # of rows: viewers merge rows of equal numbers, also of different ranks
         self.summary = Summary()
 
     def write(self, file: IO[str], parts: Sequence[tuple[str, Header]]) -> None:
@@ -324,23 +316,20 @@ class _Trace:
                 self.summary.operations += 1
                 yield from self._operation(rank, process_set, event)
                 if header.mark_cycles:
-                    begins = rank.rounds.setdefault(process_set, _Rounds()).add(event)
-                    yield from self._cycles(rank, process_set, begins)
+                    yield from self._cycles(rank, process_set, rank.rounds[process_set].add(event))
         yield from self._rest_of_rounds(rank)
         if not ended:
             self.summary.unfinished.append(header.rank)
 
     def _operation(self, rank: _Rank, process_set: int, event: TimelineEvent) -> Iterator[dict[str, Any]]:
         # A name's operations follow one another; calls without a name may overlap.
-        rows = rank.rows.setdefault((process_set, _COUNTED.sub("", event.name)), [])
-        row = next((row for row in rows if row.until <= event.since), None)
-        if row is None:
-            row = _Row(self._new_row())
-            rows.append(row)
-            rank.shown += 1
+        rows = rank.rows[process_set, _COUNTED.sub("", event.name)]
+        row = next((row for row, until in rows.items() if until <= event.since), 0)
+        if not row:
+            row = next(self._numbers)
             title = _COUNTED.sub("", event.label).replace("'", "") or event.name
-            yield from self._head(rank, row, process_set, title, rank.shown)
-        row.until = event.completed
+            yield from self._head(rank, row, process_set, title, row)
+        rows[row] = event.completed
         what = event.collective.upper()
         args = {"bytes": event.bytes, "dtype": event.dtype, "algorithm": event.algorithm, "name": event.name}
         if event.collective in ("allreduce", "reducescatter"):
@@ -351,44 +340,37 @@ class _Trace:
             args["process_set"] = process_set
         if event.failed:
             args["failed"] = True
-        place = rank.rank, row.number
-        yield self._span(f"NEGOTIATE_{what}", "negotiate", *place, event.since, event.scheduled)
-        yield {**self._span(what, event.collective, *place, event.scheduled, event.completed), "args": args}
+        yield self._span(f"NEGOTIATE_{what}", "negotiate", rank, row, event.since, event.scheduled)
+        yield {**self._span(what, event.collective, rank, row, event.scheduled, event.completed), "args": args}
 
     def _rest_of_rounds(self, rank: _Rank) -> Iterator[dict[str, Any]]:
         for process_set, rounds in rank.rounds.items():
             yield from self._cycles(rank, process_set, rounds.rest())
-        rank.rounds = {}
+        rank.rounds.clear()
 
     def _cycles(self, rank: _Rank, process_set: int, begins: Sequence[int]) -> Iterator[dict[str, Any]]:
         for begin in begins:
-            row = rank.cycles.get(process_set)
-            if row is None:
-                row = rank.cycles[process_set] = _Row(self._new_row())
-                yield from self._head(rank, row, process_set, "cycles", 0)
-            place = {"pid": rank.rank, "tid": row.number, "ts": self._us(begin)}
-            yield {"name": "CYCLE_START", "ph": "i", "s": "p", **place}
+            if process_set not in rank.cycles:
+                rank.cycles[process_set] = next(self._numbers)
+                yield from self._head(rank, rank.cycles[process_set], process_set, "cycles", 0)
+            where = {"pid": rank.rank, "tid": rank.cycles[process_set], "ts": self._us(begin)}
+            yield {"name": "CYCLE_START", "ph": "i", "s": "p", **where}
 
-    def _head(self, rank: _Rank, row: _Row, process_set: int, title: str, place: int) -> Iterator[dict[str, Any]]:
+    def _head(self, rank: _Rank, row: int, process_set: int, title: str, sort_index: int) -> Iterator[dict[str, Any]]:
         if process_set:
             title = f"process set {process_set}: {title}"
-        yield self._about(rank.rank, row.number, "thread_name", name=title)
-        yield self._about(rank.rank, row.number, "thread_sort_index", sort_index=place)
+        yield self._about(rank.rank, row, "thread_name", name=title)
+        yield self._about(rank.rank, row, "thread_sort_index", sort_index=sort_index)
 
-    def _span(self, name: str, category: str, rank: int, row: int, begin: int, end: int) -> dict[str, Any]:
+    def _span(self, name: str, category: str, rank: _Rank, row: int, begin: int, end: int) -> dict[str, Any]:
         ts = self._us(begin)
         duration = round(self._us(end) - ts, 3)
-        return {"name": name, "cat": category, "ph": "X", "ts": ts, "dur": duration, "pid": rank, "tid": row}
+        return {"name": name, "cat": category, "ph": "X", "ts": ts, "dur": duration, "pid": rank.rank, "tid": row}
 
     def _us(self, monotonic_ns: int) -> float:
         # An earlier time is shown as the start of the recording.
         own_ns, first = monotonic_ns - self._ahead_ns, self._first
         return max(0, own_ns - first.monotonic_ns + first.ahead_ns) / 1000
-
-    def _new_row(self) -> int:
-        # Viewers merge rows of equal numbers, also of different ranks.
-        self._rows += 1
-        return self._rows
 
     @staticmethod
     def _about(rank: int, row: int, what: str, **args: Any) -> dict[str, Any]:
@@ -402,15 +384,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: ``sys.argv[1:]``)."""
     about = "Make the timeline of a job that was killed."
     parser = argparse.ArgumentParser(prog="python -m kvstore_hvd.timeline", description=about)
-    commands = parser.add_subparsers(required=True, metavar="merge")
-    merge = commands.add_parser("merge", help="make FILE of the parts that the workers of a killed job left beside it")
-    merge.add_argument("file", metavar="FILE", help="as given to start_timeline() or HOROVOD_TIMELINE")
-    return _merge(parser.parse_args(argv).file)
-
-
-def _merge(target: str) -> int:
-    """Merge the parts of the latest session. They stay, in case the job still runs."""
-    try:
+    parser.add_argument("merge", choices=["merge"], help="make FILE of the parts that its workers left beside it")
+    parser.add_argument("file", metavar="FILE", help="as given to start_timeline() or HOROVOD_TIMELINE")
+    target = parser.parse_args(argv).file
+    try:  # the parts of the latest session; they stay, in case the job still runs
         found = {path: read_header(path) for path in glob.glob(glob.escape(target) + ".rank-*.part")}
         headers = [header for header in found.values() if header is not None]
         if not headers:

@@ -9,7 +9,8 @@ import os
 import re
 import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 
 from kvstore_hvd.errors import ConfigError, message
 
@@ -31,14 +32,10 @@ def suffice(descriptions: Sequence[str]) -> bool:
     """Whether there is a core for each of these processes of one host."""
     # The union of all affinities, and every control group, must have a core for each of their processes: two workers
     # that are pinned to one core each suffice, four workers in a container with two and a half cores do not.
-    processes = [json.loads(text) for text in descriptions]
-    cores, sizes, limits = 0, dict[str, int](), dict[str, float]()
-    for one in processes:
-        cores |= int(one["cores"], 16)
-        for group, limit in one["limits"].items():
-            sizes[group] = sizes.get(group, 0) + 1
-            limits[group] = limit
-    return len(processes) <= bin(cores).count("1") and all(sizes[group] <= limit for group, limit in limits.items())
+    limits = [json.loads(text)["limits"] for text in descriptions]
+    sizes = Counter(group for each in limits for group in each)
+    has_room = all(sizes[group] <= limit for each in limits for group, limit in each.items())
+    return has_room and len(descriptions) <= len(together(descriptions))
 
 
 def together(descriptions: Sequence[str]) -> set[int]:
@@ -72,11 +69,11 @@ def _limit(folder: str) -> float | None:
 def _groups(root: str) -> Iterator[str]:
     """The folders of this process's groups and of all groups above."""
     try:
-        mounts, places = (_lines(os.path.join(root, "proc/self", name)) for name in ("mountinfo", "cgroup"))
+        mounts, groups = (_lines(os.path.join(root, "proc/self", name)) for name in ("mountinfo", "cgroup"))
     except OSError:
         return
     paths = dict[str, str]()  # by version
-    for line in places:
+    for line in groups:
         hierarchy, controllers, path = line.split(":", 2)
         if hierarchy == "0":
             paths["cgroup2"] = path
@@ -88,15 +85,16 @@ def _groups(root: str) -> Iterator[str]:
         kind, _, options = behind.split(" ", 2)
         if kind not in paths or (kind == "cgroup" and "cpu" not in options.split(",")):
             continue
-        _, _, _, top, point, *_ = map(_decoded, before.split())
+        fields = (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field) for field in before.split())
+        _, _, _, top, point, *_ = fields
         # A path outside of the mount's root belongs to another namespace: only the root itself can be seen.
         path, top = paths[kind].rstrip("/") + "/", top.rstrip("/") + "/"
-        inside = path[len(top) :].rstrip("/") if path.startswith(top) and ".." not in path.split("/") else ""
-        mount = os.path.join(root, point.lstrip("/"))
+        is_within = path.startswith(top) and ".." not in path.split("/")
+        mount, below = os.path.join(root, point.lstrip("/")), path[len(top) :].rstrip("/") if is_within else ""
         yield mount
-        while inside:
-            yield os.path.join(mount, inside)
-            inside = os.path.dirname(inside)
+        while below:
+            yield os.path.join(mount, below)
+            below = os.path.dirname(below)
 
 
 def _lines(path: str) -> list[str]:
@@ -105,68 +103,34 @@ def _lines(path: str) -> list[str]:
         return [line for line in os.fsdecode(file.read()).split("\n") if line]
 
 
-def _decoded(field: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
-
-
 # -- Pinning threads ----------------------------------------------------------------------------------------------
 
 
-def chosen_core(cores: Sequence[int], local_rank: int, local_size: int) -> int | None:
-    """The core for a worker's communication threads; None when the user has chosen none."""
-    # Every worker checks the cores of all workers.
-    if not cores:
-        return None
-    refused = [core for core in cores if not _may_use(core)]
-    if len(cores) < local_size or refused:
+def chosen_cores(cores: Sequence[int], local_rank: int, local_size: int) -> Sequence[int]:
+    """The core for a worker's communication threads; none if the user has chosen none. Checks those of all workers."""
+
+    def may_use(core: int) -> bool:
+        # An attempt shows it: numbers of cores may have gaps, and the affinity may have fewer cores than the control
+        # group allows.
+        with threads_on({core}):
+            return os.sched_getaffinity(0) == {core}
+
+    refused = [core for core in cores if not may_use(core)]
+    if cores and (refused or len(cores) < local_size):
         why = f", of which it may not use {', '.join(map(str, refused))}" if refused else ""
         named = f"KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY) names the cores {', '.join(map(str, cores))}"
         fix = "name one core for each worker of the host, which it may use, with commas between them."
         raise ConfigError(message(f"{named} for {local_size} workers on this host{why}.", fix=fix))
-    return cores[local_rank]
-
-
-def _may_use(core: int) -> bool:
-    # An attempt tells it: numbers of cores may have gaps, and the affinity may have fewer cores than the control group
-    # allows.
-    try:
-        with _restored():
-            os.sched_setaffinity(0, {core})
-            return True
-    except (OSError, OverflowError):  # OverflowError: no system has so many cores
-        return False
+    return cores[local_rank : local_rank + 1]
 
 
 @contextlib.contextmanager
-def threads_on(core: int | None) -> Iterator[None]:
-    """Pin threads that are started inside the context to this core; None changes nothing."""
-    if core is None:
-        yield
-        return
-    with _restored():
-        try:
-            os.sched_setaffinity(0, {core})
-        except OSError as error:
-            fact = f"KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY): core {core} cannot be used: {error.strerror}."
-            fix = "name cores that this container may use, or unset it."
-            raise ConfigError(message(fact, fix=fix)) from None
-        yield
-
-
-@contextlib.contextmanager
-def threads_on_any(cores: set[int]) -> Iterator[None]:
+def threads_on(cores: Collection[int]) -> Iterator[None]:
     """Pin threads that are started inside the context to these cores, as far as this process may use them."""
-    with _restored():
-        with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, cores)
-        yield
-
-
-@contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    """Restore this thread's affinity at the end."""
     before = os.sched_getaffinity(0)
     try:
+        with contextlib.suppress(OSError, OverflowError):  # OverflowError: no system has so many cores
+            os.sched_setaffinity(0, cores)
         yield
     finally:
         os.sched_setaffinity(0, before)

@@ -33,7 +33,7 @@ from kvstore_hvd.errors import (
     rank_list,
 )
 
-__all__ = ["call_function", "run", "run_job"]
+__all__ = ["run"]
 
 _PR_SET_PDEATHSIG = 1
 # The end of the launcher closes its output, unless another process holds a pipe open: then it is polled.

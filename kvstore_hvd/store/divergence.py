@@ -14,7 +14,7 @@ from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidTypeE
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 
-__all__ = ["compare", "verify"]
+__all__ = ["verify"]
 
 # Values in place of a hash. An array has one of them as its hash by a chance of 2^-63.
 _NO_DATA, _UNREADABLE = 0, -1

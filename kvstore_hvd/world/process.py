@@ -28,16 +28,7 @@ from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Topology, World, exchange
 from kvstore_hvd.world.worker_line import WorkerLine, current_line
 
-__all__ = [
-    "Process",
-    "current",
-    "init",
-    "is_initialized",
-    "register_exit_handler",
-    "reset",
-    "shutdown",
-    "topology",
-]
+__all__ = ["init", "is_initialized", "reset", "shutdown", "topology"]
 
 
 # The part of a core that a process uses at least whose MXNet computes.

@@ -64,7 +64,7 @@ class Connection:
         changes = _thresholds()
         # The segment's own order of ranks, which does not follow the launcher's slots.
         index = topology.ranks_by_host[topology.host].index(topology.rank)
-        core = cores.chosen_core(config().thread_affinity, topology.local_rank, topology.local_size)
+        chosen = cores.chosen_cores(config().thread_affinity, topology.local_rank, topology.local_size)
         with refusals_explained(topology):
             segment = _shared_segment(world, changes)
             if not segment.has_core_for_each:
@@ -72,7 +72,7 @@ class Connection:
                 log.once(f"cores{topology.group}", logging.INFO, text, topology.group)
             # The engine holds the segment until this worker leaves, the arena as long as arrays lie in the arena.
             try:
-                with cores.threads_on(core):
+                with cores.threads_on(chosen):
                     engine = self.engine = native.Engine(
                         segment, index, config().timeout_s, True, topology.host, config().waits_for_busy, _activity()
                     )
@@ -148,7 +148,7 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
                 )
             )
             # The link's thread serves all workers of the host; this worker may be bound to a core.
-            with cores.threads_on_any(cores.together(workers)):
+            with cores.threads_on(cores.together(workers)):
                 start_link(world, created[0])
         return created[0].fd
 

@@ -98,9 +98,8 @@ Status Messages::lost(const std::string& prefix, std::string fact) const {
 Status Messages::left(const Request& request) const { return left(prefix(request)); }
 
 Status Messages::left(const std::string& prefix) {
-  return Status(ErrorCode::kShutdown, prefix +
-                                          "this rank has shut down.\n  Fix: call init() before communicating again; "
-                                          "call allreduce_init() again for what was prepared in an earlier world.");
+  return Status(ErrorCode::kShutdown,
+                prefix + "this rank has shut down.\n  Fix: call init() before communicating again.");
 }
 
 std::string Messages::left_early(const std::string& leaver, const std::string& waiter, const std::string& operation) {

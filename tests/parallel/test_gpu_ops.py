@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import gpu_ops
+from kvstore_hvd import numpy_ops
 from kvstore_hvd.errors import (
     HorovodInternalError,
     InvalidRequestError,
@@ -39,7 +39,7 @@ def gpu(monkeypatch, tmp_path, size, kernels):
     """The stand-in for this worker's GPU, in a fresh world."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(segment, "create_executor", lambda engine, topology, ordinal: HostExecutor(engine))
-    monkeypatch.setattr(gpu_ops, "_executors", {})
+    monkeypatch.setattr(numpy_ops, "_executors", {})
     with kernels(), fake_cuda() as machine:
         kvstore_hvd.barrier()
         kvstore_hvd.reset()
@@ -47,7 +47,7 @@ def gpu(monkeypatch, tmp_path, size, kernels):
         with contextlib.suppress(HorovodInternalError):
             kvstore_hvd.barrier()  # the others are not disturbed
         kvstore_hvd.reset()
-        for executor in gpu_ops._executors.values():
+        for executor in numpy_ops._executors.values():
             executor.close()
 
 
@@ -112,8 +112,7 @@ def test_wrong_arrays(gpu, rank, size, case):
 def test_wrong_calls(gpu, world):
     for call in (
         lambda: kvstore_hvd.broadcast(OnGPU(ONES), 99, "x"),
-        lambda: kvstore_hvd.allreduce_init(OnGPU(ONES), "x"),
-        lambda: kvstore_hvd.allreduce_init(ONES, "x", out=OnGPU(ONES)),
+        lambda: kvstore_hvd.allreduce(ONES, "x", out=OnGPU(ONES)),
     ):
         with pytest.raises((TypeError, ValueError), match=r"^\[rank(.|\n)*Fix: "):
             call()

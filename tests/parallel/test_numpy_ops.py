@@ -53,7 +53,6 @@ def test_ranks_disagree(rank, size):
         (lambda: kvstore_hvd.allreduce([1, 2], "x"), TypeError),
         (lambda: kvstore_hvd.allreduce(np.ones(2), 3), TypeError),
         (lambda: kvstore_hvd.allreduce(np.ones(2), "\ud800"), InvalidRequestError),
-        (lambda: kvstore_hvd.allreduce_init(np.ones(2), "\ud800"), InvalidRequestError),
         (lambda: kvstore_hvd.broadcast(np.ones(2), 0, "\ud800"), InvalidRequestError),
         (lambda: kvstore_hvd.barrier("\ud800"), InvalidRequestError),
         (lambda: kvstore_hvd.barrier(3), TypeError),

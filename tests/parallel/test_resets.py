@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
+from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, ShutdownError
 from kvstore_hvd.world import process
 from kvstore_hvd.world.topology import exchange
@@ -136,16 +137,18 @@ def test_what_a_program_keeps_of_a_world_does_not_keep_the_world(rank, size, no_
     kept, errors = [], []
     for number in range(5):
         array = np.full(3, rank + 1.0)
-        prepared = kvstore_hvd.allreduce_init(array, "prepared")
-        assert (prepared() == size * (size + 1) / 2).all()
         store = mx.kv.create("horovod")
         value = mx.nd.ones((4,))
         store.pushpull("key", value)
         assert (value.asnumpy() == size).all()
-        kept += [prepared, store, value]
+        kept += [store, value]
         if size > 1:
             engine = process.current().member.engine()
-            kept += [engine, process.current().member.arena, process.current().member.used_adapter]
+            where = [array.ctypes.data]
+            request = native.Request("allreduce", "prepared", "'prepared'", where, where, array.shape, "float64")
+            prepared = engine.prepare(request, array, array)
+            assert (prepared() == size * (size + 1) / 2).all()
+            kept += [prepared, engine, process.current().member.arena, process.current().member.used_adapter]
             if number % 2:  # a lost world
                 kvstore_hvd.barrier()
                 engine.abort("the test says so")
@@ -161,7 +164,7 @@ def test_what_a_program_keeps_of_a_world_does_not_keep_the_world(rank, size, no_
             each.pushpull("key", mx.nd.ones((4,)))
     if size > 1:
         with pytest.raises(ShutdownError, match="this rank has shut down"):
-            kept[0]()
+            kept[2]()
         left = kept[3]
         assert isinstance(left.health(), HorovodInternalError)  # it was left early
         assert "the test says so" in str(kept[9].health())

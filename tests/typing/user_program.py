@@ -24,8 +24,7 @@ def stores(gradients: Floats) -> Floats:
     store.broadcast("w", mx.nd.ones((2,)), out=mx.nd.zeros((2,)))
     print(rank, workers, store.report(), kvstore_hvd.topology().local_rank)
     total: Floats = kvstore_hvd.allreduce(gradients, "total", op="average")
-    again = kvstore_hvd.allreduce_init(gradients, "again", op="max")
-    largest: Floats = again()
+    largest: Floats = kvstore_hvd.allreduce(gradients, "largest", op="max")
     kvstore_hvd.barrier()
     return total + largest
 

@@ -108,7 +108,7 @@ def test_hook_surrounds_the_first_import_that_succeeds(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
     hook = _ImportHook("kvhvd_probe", lambda: events.append("before"), lambda: events.append("after"))
-    hook.install()
+    sys.meta_path.insert(0, hook)
     path = tmp_path / "kvhvd_probe.py"
     path.write_text("raise RuntimeError('broken')\n")
     with pytest.raises(RuntimeError, match="broken"):

@@ -41,7 +41,7 @@ def test_every_page_is_linked_from_the_readme():
 def test_every_name_is_on_its_page():
     errors, architecture, migrating = ((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES_OF_NAMES)
     comments = re.findall(r"    # (.+)\n    (\w+): .* = _knob\(", (ROOT / "kvstore_hvd" / "config.py").read_text())
-    descriptions = {name: text for text, name in comments} | {name: k.doc for name, k in config.KNOBS.items() if k.doc}
+    descriptions = {name: text for text, name in comments} | config.HELP
     assert descriptions.keys() == config.KNOBS.keys()
     rows = [(f"| {' or '.join(f'`{v}`' for v in k.variables)} |", descriptions[n]) for n, k in config.KNOBS.items()]
     missing = [row for row in rows if row[0] not in errors or row[1] not in errors]
