@@ -197,7 +197,7 @@ def _fault_of_out(array: Any, out: Any, is_read_only: bool, overlaps: bool) -> t
 
 
 def _text(operation: str, name: str, fact: str, fix: str, *details: str) -> str:
-    where = process.current().topology.speaker
+    where = process.current().topology.prefix
     return message(fact, **where, operation=operation, name=name, fix=fix, details=details)
 
 
@@ -212,7 +212,7 @@ _lock = threading.Lock()
 
 def _run_on_gpu(world: Member, collective: str, name: str, array: Any, out: Any, how: tuple[Any, ...]) -> Any:
     """Run a collective on arrays of a GPU; `how`: op, prescale, postscale and root."""
-    call: dict[str, Any] = {**world.topology.speaker, "operation": collective, "name": name}
+    call: dict[str, Any] = {**world.topology.prefix, "operation": collective, "name": name}
     # CUDA fails after the loss of the world and in a forked child: `submitting` raises that cause first.
     with world.submitting():
         source = device_array(array, **call)

@@ -111,7 +111,7 @@ def raise_on_all(world: Member, fault: str) -> None:
         raise MismatchError(
             message(
                 "a worker's state does not match rank 0's.",
-                **world.topology.speaker,
+                **world.topology.prefix,
                 operation="sync",
                 details=[f"rank {rank}: {each}" for rank, each in enumerate(faults) if each],
                 fix="build the same state on every worker: networks, Trainers, samplers, other attributes; "

@@ -66,9 +66,9 @@ class NotificationManager:
     def init(self) -> None:
         """Listen to the launcher from now on, if this worker belongs to an elastic job."""
         process.current().init()
-        line = process.current().line
-        if line is not None:
-            line.on_update = self._on_update
+        control = process.current().control
+        if control is not None:
+            control.on_update = self._on_update
 
     def register_listener(self, listener: Any) -> None:
         """Call ``listener.on_hosts_updated(timestamp, update_res)`` for every update from now on."""
@@ -97,8 +97,8 @@ class NotificationManager:
 
     def repeat(self) -> None:
         """Repeat an update that came after the present world was formed: states forget updates when they are reset."""
-        line = process.current().line
-        update = None if line is None else line.update
+        control = process.current().control
+        update = None if control is None else control.update
         if update is not None:
             self.handle_hosts_updated(*update)
 
@@ -179,10 +179,10 @@ class _Loop:
         notification_manager.register_listener(self._state)
         try:
             if self._number == 1:
-                text = checkpoint.resume(self._state, is_newcomer=mine.is_waiting)
+                text = checkpoint.resume(self._state, is_newcomer=process.everybody.is_waiting)
                 if text and mine.topology.rank == 0:
                     log.logger.warning("%s", text)
-            if mine.is_waiting:
+            if process.everybody.is_waiting:
                 self._meet("start")
             else:
                 notification_manager.repeat()  # an update may have come before the listener was registered
@@ -191,15 +191,15 @@ class _Loop:
                 try:
                     if not self._skips_sync:
                         self._state.sync()
-                        if mine.line is not None:
-                            mine.line.synced()
+                        if mine.control is not None:
+                            mine.control.synced()
                         elif mine.topology.size > 1 and mine.topology.rank == 0:
                             text = "this job cannot replace workers that die: %s"
                             log.once("not-elastic", logging.WARNING, text, _REPLACES)
                     result = train()
                     checkpoint.finish()
-                    if mine.line is not None:
-                        mine.line.finished()
+                    if mine.control is not None:
+                        mine.control.finished()
                     return result
                 except HostsUpdatedInterrupt as interrupt:
                     self._skips_sync = interrupt.skip_sync
@@ -232,8 +232,9 @@ class _Loop:
             try:
                 if self._reset is not None:
                     self._reset()
-                if self._reset is None or mine.is_waiting:
-                    if mine.is_initialized and not mine.is_waiting:
+                worker = process.everybody
+                if self._reset is None or worker.is_waiting:
+                    if worker.is_initialized and not worker.is_waiting:
                         # After an update all workers have agreed, and some may wait for the end of that operation: a
                         # reason would make it fail.
                         mine.leave("" if cause == "updated" else text or "the world was left")
@@ -264,7 +265,7 @@ class _Loop:
         process_sets.rejoin()
 
     def _text(self, fact: str, fix: str) -> str:
-        return message(fact, **self._process.topology.speaker, operation="elastic.run", fix=fix)
+        return message(fact, **self._process.topology.prefix, operation="elastic.run", fix=fix)
 
 
 def _as_lost_world(error: BaseException) -> HorovodInternalError | None:
@@ -287,7 +288,7 @@ def _as_lost_world(error: BaseException) -> HorovodInternalError | None:
 def _loss(error: HorovodInternalError) -> tuple[str, str]:
     """Cause and text of a lost world, for the launcher; raises PeerLostError if nobody replaces a dead worker."""
     mine = process.current()
-    if mine.line is None and isinstance(error, PeerLostError):
+    if mine.control is None and isinstance(error, PeerLostError):
         fact = "training cannot recover: a worker has died, and this job cannot go on without it."
         details = [line for line in str(error).splitlines() if "Fix: " not in line]
         raise PeerLostError(message(fact, details=details, fix=_REPLACES)) from error

@@ -271,5 +271,5 @@ class ElasticSampler(mx.gluon.data.Sampler):
         return length
 
     def _error(self, operation: str, fact: str, fix: str) -> InvalidRequestError:
-        speaker = process.current().topology.speaker
-        return InvalidRequestError(message(fact, **speaker, operation=f"ElasticSampler.{operation}", fix=fix))
+        prefix = process.current().topology.prefix
+        return InvalidRequestError(message(fact, **prefix, operation=f"ElasticSampler.{operation}", fix=fix))

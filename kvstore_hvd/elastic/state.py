@@ -246,7 +246,7 @@ class ObjectState(State):
 
     def _check_same(self, here: list[str], there: list[str]) -> None:
         """Raise on all workers if a state has other names than rank 0's."""
-        if not process.current().is_initialized:
+        if not process.everybody.is_initialized:
             return
         world = process.current().member
         if not world.is_alone:
@@ -267,7 +267,7 @@ class ObjectState(State):
     def _present(self) -> dict[str, Any]:
         """Copies of the present attributes. Raises if the world is lost: a failed step may have changed them."""
         copies = named_copies({name: getattr(self, name) for name in self._saved_state}, "state")
-        if process.current().is_initialized:
+        if process.everybody.is_initialized:
             process.current().member.check()
         return copies
 

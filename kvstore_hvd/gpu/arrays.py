@@ -79,7 +79,7 @@ def is_on_gpu(array: Any) -> bool:
     return False
 
 
-def device_array(array: Any, **speaker: Any) -> DeviceArray:
+def device_array(array: Any, **prefix: Any) -> DeviceArray:
     """Describe an array that `is_on_gpu`."""
     interface = _interface_of(array)
     try:
@@ -87,21 +87,21 @@ def device_array(array: Any, **speaker: Any) -> DeviceArray:
         # name there: its elements are two raw bytes, or the interface is missing.
         is_vague = interface is not None and (interface.get("version", 2) < 3 or interface["typestr"] == "<V2")
         if interface is not None and not (is_vague and hasattr(array, "__dlpack__")):
-            return _from_interface(array, interface, speaker)
-        return _from_dlpack(array, speaker)
+            return _from_interface(array, interface, prefix)
+        return _from_dlpack(array, prefix)
     except KVHvdError:
         raise
     except Exception as error:
         # The library of the array, or the program, may raise any error and leave out any field.
         fact = f"what the array says about itself cannot be used: {type(error).__name__}: {error}."
         fix = "see its __cuda_array_interface__, or what its __dlpack__ returns."
-        raise InvalidRequestError(message(fact, fix=fix, **speaker)) from error
+        raise InvalidRequestError(message(fact, fix=fix, **prefix)) from error
 
 
-def empty_like(array: DeviceArray, **speaker: Any) -> Any:
+def empty_like(array: DeviceArray, **prefix: Any) -> Any:
     """A new CuPy array with the shape and dtype, on the same device."""
     if array.dtype == "bfloat16":
-        text = message("CuPy has no bfloat16 for a new array.", fix="pass an out, of the same library.", **speaker)
+        text = message("CuPy has no bfloat16 for a new array.", fix="pass an out, of the same library.", **prefix)
         raise UnsupportedDtypeError(text)
     with active(array.device), checked("allocate an array"):
         return cupy().empty(array.shape, array.dtype)
@@ -126,29 +126,29 @@ def _interface_of(array: Any) -> dict[str, Any] | None:
     return None
 
 
-def _from_interface(array: Any, interface: dict[str, Any], speaker: dict[str, Any]) -> DeviceArray:
+def _from_interface(array: Any, interface: dict[str, Any], prefix: dict[str, Any]) -> DeviceArray:
     dtype = _TYPES.get(interface["typestr"])
     if dtype is None:
-        raise _unsupported(interface["typestr"], speaker)
+        raise _unsupported(interface["typestr"], prefix)
     if interface.get("mask") is not None:
-        raise InvalidRequestError(message("the array has a mask.", fix="pass its data only.", **speaker))
+        raise InvalidRequestError(message("the array has a mask.", fix="pass its data only.", **prefix))
     shape = tuple(int(length) for length in interface["shape"])
     strides = interface.get("strides")
     if strides is not None:
         unit = ITEM_BYTES[dtype]
-        _check_contiguous(shape, [int(stride) // unit if stride % unit == 0 else 0 for stride in strides], speaker)
+        _check_contiguous(shape, [int(stride) // unit if stride % unit == 0 else 0 for stride in strides], prefix)
     address, is_read_only = interface["data"]
     # Version 2 names no stream: its content is as the default stream leaves it.
     stream = interface.get("stream") if interface.get("version", 2) >= 3 else LEGACY_STREAM
     if stream is not None and (not isinstance(stream, int) or stream < 1):
         fact = f"__cuda_array_interface__ names stream {stream!r}, which is {'ambiguous' if stream == 0 else 'none'}."
-        raise InvalidRequestError(message(fact, fix="name 1, 2, or the address of a stream.", **speaker))
+        raise InvalidRequestError(message(fact, fix="name 1, 2, or the address of a stream.", **prefix))
     address = int(address or 0)
-    device = _device_of(address, shape, dtype, speaker)
+    device = _device_of(address, shape, dtype, prefix)
     return DeviceArray(address, shape, dtype, device, stream, bool(is_read_only), array)
 
 
-def _device_of(address: int, shape: Sequence[int], dtype: str, speaker: dict[str, Any]) -> int:
+def _device_of(address: int, shape: Sequence[int], dtype: str, prefix: dict[str, Any]) -> int:
     """The GPU of an address, after a check that kernels can work there."""
     runtime = cupy().cuda.runtime
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
@@ -166,10 +166,10 @@ def _device_of(address: int, shape: Sequence[int], dtype: str, speaker: dict[str
         if device >= 0:
             return device
         fact, fix = "the array says that it is on a GPU, but its memory is not.", "copy it to the GPU."
-    raise InvalidRequestError(message(fact, fix=fix, **speaker))
+    raise InvalidRequestError(message(fact, fix=fix, **prefix))
 
 
-def _from_dlpack(array: Any, speaker: dict[str, Any]) -> DeviceArray:
+def _from_dlpack(array: Any, prefix: dict[str, Any]) -> DeviceArray:
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     cupy()  # reports a missing CuPy or driver before the other library reports its own error
@@ -179,26 +179,26 @@ def _from_dlpack(array: Any, speaker: dict[str, Any]) -> DeviceArray:
     tensor = DLTensor.from_address(get_pointer(capsule, b"dltensor"))
     if tensor.device_type not in _DLPACK_DEVICES:
         fact = f"the array says that it is on a GPU, but gives DLPack one on a device of type {tensor.device_type}."
-        raise InvalidRequestError(message(fact, fix="pass an array of CUDA's (type 2, or 13).", **speaker))
+        raise InvalidRequestError(message(fact, fix="pass an array of CUDA's (type 2, or 13).", **prefix))
     dtype = _DLPACK_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
         lanes = f", {tensor.lanes} lanes" if tensor.lanes != 1 else ""
-        raise _unsupported(f"{tensor.bits} bits of DLPack's kind {tensor.code}{lanes}", speaker)
+        raise _unsupported(f"{tensor.bits} bits of DLPack's kind {tensor.code}{lanes}", prefix)
     shape = tuple(tensor.shape[: tensor.ndim])
     if tensor.strides:
-        _check_contiguous(shape, tensor.strides[: tensor.ndim], speaker)
+        _check_contiguous(shape, tensor.strides[: tensor.ndim], prefix)
     address = tensor.data + tensor.byte_offset if tensor.data else 0
-    device = _device_of(address, shape, dtype, speaker)
+    device = _device_of(address, shape, dtype, prefix)
     return DeviceArray(address, shape, dtype, device, LEGACY_STREAM, False, (array, capsule))
 
 
-def _unsupported(what: str, speaker: dict[str, Any]) -> UnsupportedDtypeError:
+def _unsupported(what: str, prefix: dict[str, Any]) -> UnsupportedDtypeError:
     details = (f"Supported: {' '.join(ITEM_BYTES)}",)
     fix = "cast with .astype('float32') or .astype('int32')."
-    return UnsupportedDtypeError(message(f"cannot send dtype {what} from a GPU.", details=details, fix=fix, **speaker))
+    return UnsupportedDtypeError(message(f"cannot send dtype {what} from a GPU.", details=details, fix=fix, **prefix))
 
 
-def _check_contiguous(shape: Sequence[int], strides: Sequence[int], speaker: dict[str, Any]) -> None:
+def _check_contiguous(shape: Sequence[int], strides: Sequence[int], prefix: dict[str, Any]) -> None:
     if 0 in shape:
         return
     is_wrong, expected = len(strides) != len(shape), 1
@@ -211,6 +211,6 @@ def _check_contiguous(shape: Sequence[int], strides: Sequence[int], speaker: dic
                 f"an array on a GPU has gaps or another order than C's (shape {tuple(shape)}, strides "
                 f"{tuple(strides)} elements).",
                 fix="pass cupy.ascontiguousarray(array), and copy the result back.",
-                **speaker,
+                **prefix,
             )
         )

@@ -154,10 +154,10 @@ class DeviceThread:
     """The thread that calls the executor. It begins with the first operation on a device, and ends with the world."""
 
     def __init__(
-        self, engine: native.Engine, make_executor: Callable[[int], Executor], speaker: dict[str, Any] | None = None
+        self, engine: native.Engine, make_executor: Callable[[int], Executor], prefix: dict[str, Any] | None = None
     ) -> None:
         self._engine, self._make_executor = engine, make_executor
-        self._speaker = speaker or {}
+        self._prefix = prefix or {}
         self._device = 0
         self._executor: Executor | None = None
         self._under_way: deque[tuple[int, Completion]] = deque()
@@ -173,7 +173,7 @@ class DeviceThread:
             if self._thread is not None and device != self._device:
                 fact = f"an array is on GPU {device}, but this worker's operations take place on GPU {self._device}."
                 fix = "keep all arrays of a worker on one GPU: that of its local_rank."
-                raise InvalidRequestError(message(fact, fix=fix, **self._speaker))
+                raise InvalidRequestError(message(fact, fix=fix, **self._prefix))
             if self._thread is None:
                 self._device = device
                 self._thread = threading.Thread(target=self._run, name="kvstore_hvd-device", daemon=True)

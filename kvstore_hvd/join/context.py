@@ -348,9 +348,9 @@ class Join:
             return error.world is self._world
         if not isinstance(error, (DivergedError, MismatchError, InputFailedError, HorovodInternalError)):
             return False
-        who = str(error).partition("]")[0]  # see `Topology.speaker`
+        who = str(error).partition("]")[0]  # see `Topology.prefix`
         worlds = [each for each in process.current().worlds_within(self._world) if each is not self._world]
-        sets = [each.topology.inside.number for each in worlds if each.topology.inside is not None]
+        sets = [each.topology.process_set.number for each in worlds if each.topology.process_set is not None]
         return not any(re.search(rf"process set {number}\b", who) for number in sets)
 
     def _submit(self, name: str, value: int) -> tuple[native.Work, Any]:

@@ -98,7 +98,7 @@ def wait_for(work: native.Work, world: Member) -> None:
     except MismatchError:
         fact = "some workers are at the end of one Join, and others at the end of another Join or in hvd.join()."
         fix = "enter and leave the same ones, in the same order, on all workers."
-        raise MismatchError(message(fact, **world.topology.speaker, operation="join", fix=fix)) from None
+        raise MismatchError(message(fact, **world.topology.prefix, operation="join", fix=fix)) from None
 
 
 def missed_in(world: Member) -> Sequence[Missed]:

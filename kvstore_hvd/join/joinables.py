@@ -101,7 +101,7 @@ def check_stores(joinables: Sequence[Joinable]) -> None:
     stores = [each.store for each in joinables if isinstance(each, _TrainerJoinable)]
     if len({id(store) for store in stores}) < len(stores):
         fact, fix = "two Trainers use the same store.", "give each its own: kvstore='horovod'."
-        raise InvalidRequestError(message(fact, **stores[0]._member.topology.speaker, operation="Join", fix=fix))
+        raise InvalidRequestError(message(fact, **stores[0]._member.topology.prefix, operation="Join", fix=fix))
 
 
 class _TrainerJoinable(Joinable):
@@ -114,8 +114,8 @@ class _TrainerJoinable(Joinable):
         if not isinstance(store, kvstore_hvd.Horovod):
             fact = "it does not exchange gradients."
             fix = "create it with kvstore='horovod', or as a DistributedTrainer."
-            speaker = process.current().topology.speaker
-            raise InvalidRequestError(message(fact, **speaker, operation="Join", name="Trainer", fix=fix))
+            prefix = process.current().topology.prefix
+            raise InvalidRequestError(message(fact, **prefix, operation="Join", name="Trainer", fix=fix))
         self.store = store
         self._weight = 1.0  # of the pending step without input
         self._divisor = 1.0  # MXNet divides the gradients of the present step by it
@@ -243,8 +243,8 @@ class _TrainerJoinable(Joinable):
         return [each for each in self.trainer._params if each.grad_req != "null"]
 
     def _refusal(self, fact: str, fix: str, name: str = "") -> InvalidRequestError:
-        speaker = self.world.topology.speaker
-        return InvalidRequestError(message(fact, **speaker, operation="Trainer.step", name=name, fix=fix))
+        prefix = self.world.topology.prefix
+        return InvalidRequestError(message(fact, **prefix, operation="Trainer.step", name=name, fix=fix))
 
 
 class TrainerHook(JoinHook):
@@ -300,10 +300,10 @@ class TrainerHook(JoinHook):
             stopped = {rank for rank in range(world.topology.size) if is_stopped(world.engine(), rank)}
             if missed or not config().waits_for_busy or stopped & before:
                 unknown = next(key for key, each in self._keys() if mxnet_compat.is_deferred(each))
-                label, speaker = mxnet_compat.labels_of(self.joinable.trainer)[unknown], world.topology.speaker
+                label, prefix = mxnet_compat.labels_of(self.joinable.trainer)[unknown], world.topology.prefix
                 fact = f"this worker has no input, and no other has broadcast its shape for {config().timeout_s:g} s."
                 fix = "see why workers with input take no step; or initialise the network with a batch on every worker."
-                raise TimeoutError(message(fact, **speaker, operation="Join", name=label, key=unknown, fix=fix))
+                raise TimeoutError(message(fact, **prefix, operation="Join", name=label, key=unknown, fix=fix))
             deadline = Deadline(config().timeout_s)  # the others compute
 
     def initialize(self, missed: Sequence[Missed]) -> None:

@@ -400,7 +400,7 @@ def _place() -> tuple[int, int, int]:
     known = config()
     if known.worker is None:
         return -1, known.rank or 0, known.size or 1
-    place = process.current().last_place
+    place = process.current().last_topology
     return (-1, known.worker, 0) if place is None else (place.generation, place.rank, place.size)
 
 

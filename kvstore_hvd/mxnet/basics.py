@@ -92,16 +92,14 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Whether this process is in a world of workers, or was forked by one that is."""
-    world = process.current()
-    return world.is_initialized or world.is_forked
+    return process.everybody.is_initialized or process.everybody.is_forked
 
 
 def _topology() -> Topology:
     # A forked child, such as a worker process of a DataLoader, may ask what its part of the data is.
-    world = process.current()
     if not is_initialized():
         raise NotInitializedError(message("Horovod has not been initialized.", fix="call hvd.init() first."))
-    return world.topology
+    return process.everybody.topology
 
 
 def size() -> int:

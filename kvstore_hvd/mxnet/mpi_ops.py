@@ -342,8 +342,8 @@ def _allreduce(
 def _allreduce_in_place(tensor: Any, *how: Any) -> bool:
     """Submit what a loop over gradients submits, at a fraction of the general case's cost; `how`: see `_in_place`."""
     # Returns False, and has done nothing, when this is not that case or anything is unusual about it.
-    world = process.current()
-    adapter = world.member.current_adapter if world.is_initialized else None
+    world = process.everybody
+    adapter = world.current_adapter if world.is_initialized else None
     if (
         adapter is None
         or not mxnet_compat.is_ndarray(tensor)

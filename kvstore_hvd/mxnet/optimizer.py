@@ -140,7 +140,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         return _members_of(self._process_set, self._world)
 
     def _allreduce_grads(self) -> None:
-        if self._world.topology.is_outside:
+        if not self._world.topology.is_member:
             super()._allreduce_grads()
             return
         widens = self._sparse_as_dense and any(
@@ -322,7 +322,7 @@ def _pushpull(store: Any, key: Any, gradients: Any, sparse_as_dense: bool) -> No
 
 def _members_of(process_set: ProcessSet, world: Member) -> int:
     """How many workers are in a set, be this one of them or not."""
-    return len(process_set.ranks or ()) if world.topology.is_outside else world.topology.size
+    return world.topology.size if world.topology.is_member else len(process_set.ranks or ())
 
 
 def _refuse(who: str, fact: str, fix: str) -> NoReturn:

@@ -20,7 +20,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, NotInitializedError, message, rank_list
 from kvstore_hvd.store.keys import Call
 from kvstore_hvd.world import process
-from kvstore_hvd.world.member import InnerMember, Member
+from kvstore_hvd.world.member import Member, SetMember
 from kvstore_hvd.world.topology import exchange
 
 #: The ranks of a set, in ascending order.
@@ -100,7 +100,7 @@ class ProcessSet:
         if found.ranks[-1] >= size:
             fact = f"{self} has ranks that do not exist any more: there are {size} workers."
             raise InvalidRequestError(call.message(None, fact, "use it when enough workers are there."))
-        if found.topology.is_outside and not or_outside:
+        if not (found.topology.is_member or or_outside):
             fact = f"this worker is not one of the members, {rank_list(found.ranks)}."
             raise InvalidRequestError(call.message(None, fact, "call it on the members only."))
         return found
@@ -127,7 +127,7 @@ class _GlobalProcessSet(ProcessSet):
     @property
     def ranks(self) -> Optional[list[int]]:
         """All ranks; None outside of a world."""
-        world = process.current()
+        world = process.everybody
         return list(range(world.topology.size)) if world.is_initialized else None
 
     def world(self, operation: str, or_outside: bool = False) -> Member:
@@ -147,7 +147,7 @@ class _Registered:
     """A registered set: its number, this worker's part in its world, and the oldest object that stands for it."""
 
     number: int
-    member: InnerMember
+    member: SetMember
     first: Optional[ProcessSet] = None
 
     @property
@@ -231,7 +231,7 @@ def add_at_start(chosen: Sequence[ProcessSet]) -> None:
 
 def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
     world, registry = global_process_set.world(operation), _registry()
-    if process.current().is_waiting:
+    if process.everybody.is_waiting:
         registry.requested += [each for each in chosen if not any(one is each for one in registry.requested)]
         return
     call, rows = Call(operation, world.topology), [_row(world, each) for each in chosen]
@@ -249,7 +249,7 @@ def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
             if part not in numbers:
                 number = numbers[part] = registry.next_number
                 registry.next_number += 1
-                registry.sets[number] = _Registered(number, process.current().join_inner(part, number))
+                registry.sets[number] = _Registered(number, process.current().join_set(part, number))
         for process_set, each in zip(chosen, agreed):
             # An object stands for the one set that it names, or for this worker's part of several.
             for part in each:
@@ -313,7 +313,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         if not number:
             return False
         # Before an unread error is raised, which other workers may not have.
-        process.current().leave_inner(registry.sets.pop(number).member)
+        process.current().leave_set(registry.sets.pop(number).member)
     return True
 
 
@@ -339,12 +339,12 @@ def rejoin() -> None:
     registry.is_dynamic = registry.is_dynamic or dynamic
     before, registry.sets = registry.sets, {}
     for number, ranks in sets:
-        found = registry.sets[number] = before.get(number) or _Registered(number, InnerMember(ranks, number))
+        found = registry.sets[number] = before.get(number) or _Registered(number, SetMember(ranks, number))
         for each in registry.requested:
             if each.ranks == ranks:
                 each._registered, found.first = found, found.first or each
-        if ranks[-1] < world.topology.size and not process.current().has_inner(found.member):
-            process.current().join_inner(ranks, number, found.member)
+        if ranks[-1] < world.topology.size and found.member not in process.current().sets:
+            process.current().join_set(ranks, number, found.member)
     foreign = [each for each in registry.requested if registry.number_of(each) is None]
     registry.requested.clear()
     if foreign:

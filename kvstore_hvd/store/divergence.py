@@ -91,7 +91,7 @@ def _diverged(world: Member, label: str, by_rank: Array, differing: int, total: 
     return DivergedError(
         message(
             f"the workers' parameters differ{' ' if when else ''}{when}. Hashes of their bytes:",
-            **topology.speaker,
+            **topology.prefix,
             operation=f"verify {label}",
             details=[*details, *([others] if others else [])],
             fix="restore a checkpoint on every worker, and find what only some of them do: set_data(), a skipped step,"

@@ -118,7 +118,7 @@ class Call:
             name, shown = key, None
         return message(
             fact,
-            **self.topology.speaker,
+            **self.topology.prefix,
             operation=self.operation,
             name=name,
             key=shown,

@@ -469,7 +469,7 @@ class Horovod(mx.kvstore.KVStoreBase):
         if type(self).pushpull is not _PUSHPULL or "pushpull" in vars(self) or how.is_scaled or how.threshold:
             return False
         member = self._member
-        adapter = member.used_adapter
+        adapter = member.adapter
         prepared = None if adapter is None else step.prepared(adapter, self._name, self._wire_names)
         if prepared is None and not member.is_alone:
             return False
@@ -554,4 +554,4 @@ _PUSHPULL = Horovod.pushpull
 
 # Importing MXNet registered its exit handler; ours has to come after it.
 process.register_exit_handler()
-mxnet_compat.install_hooks(Horovod, process.current().expected_size, process.current().adapter_for_gradients)
+mxnet_compat.install_hooks(Horovod, process.current().expected_size, process.everybody.adapter_for_gradients)

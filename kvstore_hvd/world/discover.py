@@ -30,9 +30,9 @@ from kvstore_hvd import log
 from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import Config, MPILaunch, config, tell_unused
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message, rank_list
+from kvstore_hvd.world.control import meet
 from kvstore_hvd.world.exit import end_children_without_mpi, end_links_at_exit, finalise_mpi_at_exit, note_world
 from kvstore_hvd.world.topology import FIX_OF_LATE, Host, Topology, World, virtual_hosts
-from kvstore_hvd.world.worker_line import meet
 
 # After the start timeout each rank asks all others with an MPI message of this tag.
 _HERE = 32_000
@@ -246,7 +246,7 @@ def warn_beside(topology: Topology) -> None:
         f"started {topology.size} workers: what MPI broadcasts or reduces stays in this process."
     )
     fix = f"start with `mpirun -np {topology.size} python train.py`, or use kvstore_hvd's own operations throughout."
-    log.once("mpi-beside-kvhvdrun", logging.WARNING, "%s", message(fact, **topology.speaker, fix=fix))
+    log.once("mpi-beside-kvhvdrun", logging.WARNING, "%s", message(fact, **topology.prefix, fix=fix))
 
 
 def _start(launch: MPILaunch | None) -> Any:

@@ -49,7 +49,7 @@ def create_executor(engine: native.Engine | None, topology: Topology, ordinal: i
             details += [f"{topology.rank_list(same)}:", *text.splitlines()]
         ranks = topology.rank_list(faults)
         fix = "see what each of them says; KVHVD_GPU_PATH=staged asks nothing of the GPUs."
-        raise LaunchError(message(f"{ranks} {fault}.", details=details, fix=fix, **topology.speaker)) from cause
+        raise LaunchError(message(f"{ranks} {fault}.", details=details, fix=fix, **topology.prefix)) from cause
 
     rank, size = topology.rank, topology.size
     devices = [Device.from_text(text) for text in agreed("cannot use the GPU", lambda: _describe(ordinal))]
@@ -60,7 +60,7 @@ def create_executor(engine: native.Engine | None, topology: Topology, ordinal: i
     if len(set(wishes)) > 1:
         details = topology.listed(wishes)
         fact = "the workers disagree on KVHVD_GPU_PATH."
-        raise LaunchError(message(fact, details=details, fix="set it alike on all workers.", **topology.speaker))
+        raise LaunchError(message(fact, details=details, fix="set it alike on all workers.", **topology.prefix))
     # A world of one sends nothing: kernels copy and scale.
     alone = size == 1 and wish != "nccl"
     path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish, OLDEST)

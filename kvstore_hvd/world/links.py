@@ -83,7 +83,7 @@ def _mpi_transport(world: World) -> native.Transport:
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         fact = "MPI was initialised without MPI_THREAD_MULTIPLE, which several hosts need."
         fix = "call init() before MPI is initialised, or leave mpi4py.rc.thread_level as it is ('multiple')."
-        raise LaunchError(message(fact, **topology.speaker, fix=fix))
+        raise LaunchError(message(fact, **topology.prefix, fix=fix))
     library = ctypes.CDLL(MPI.__file__)
     addresses = {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in _FUNCTIONS}
     byte, communicator = (int(MPI._handleof(each)) & 0xFFFFFFFFFFFFFFFF for each in (MPI.BYTE, world.communicator))
@@ -107,11 +107,11 @@ def _await_links(world: World, link: native.Link) -> None:
                 fact = f"{topology.rank_list(missing)} did not arrive within {limit_s:g} s."
                 hosts = dict.fromkeys(topology.hosts[rank] for rank in missing)
                 details = [f"{host}: {topology.rank_list(topology.ranks_by_host[host])}" for host in hosts]
-                raise LaunchError(message(fact, **topology.speaker, details=details, fix=FIX_OF_LATE))
+                raise LaunchError(message(fact, **topology.prefix, details=details, fix=FIX_OF_LATE))
             time.sleep(deadline.wait_s(_POLL_S))
     except HorovodInternalError as error:
         fact, _, fix = str(error).partition("\n  Fix: ")
-        raise LaunchError(message(f"{fact}.", **topology.speaker, fix=f"{fix}." if fix else fix)) from error
+        raise LaunchError(message(f"{fact}.", **topology.prefix, fix=f"{fix}." if fix else fix)) from error
 
 
 # -- TCP ----------------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class _Meeting:
     def _leader(self, host: int) -> int:
         topology = self._world.topology
         ranks = topology.ranks_by_host[self._hosts[host]]
-        return topology.rank_of_all(min(ranks, key=topology.places.__getitem__) if topology.places else ranks[0])
+        return topology.rank_of_all(min(ranks, key=topology.local_rank_of.__getitem__))
 
     def _call(self, host: int) -> None:
         """Call another host until it answers, at each of its addresses in turn."""
@@ -301,7 +301,7 @@ class _Meeting:
         fact = f"{topology.rank_list(ranks)} did not arrive within {config().start_timeout_s:g} s."
         fix = f"{FIX_OF_LATE} See whether a firewall keeps workers of these hosts from connecting to each other, too; "
         fix += "KVHVD_NETWORK_INTERFACES chooses interfaces."
-        return LaunchError(message(fact, **topology.speaker, details=details, fix=fix))
+        return LaunchError(message(fact, **topology.prefix, details=details, fix=fix))
 
 
 def _receive(connection: socket.socket, count: int, until: float) -> bytes:

@@ -5,7 +5,7 @@
 3. Once all workers of the host have come, local rank 0 creates the segment and sends each the file descriptor. No
    worker returns earlier: this is also the barrier at the start of a world.
 
-The kernel tells the user of a peer, which must be the same. HMAC-SHA256 over the nonces of both sides proves to each
+The kernel reports the user of a peer, which must be the same. HMAC-SHA256 over the nonces of both sides proves to each
 side that the other one knows the job's secret. The socket keeps message boundaries: a foreign process sends one message
 that does not verify, and its connection is closed.
 """
@@ -23,7 +23,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvstore_hvd import log
@@ -31,9 +31,11 @@ from kvstore_hvd.base.channel import peer_process
 from kvstore_hvd.base.cores import LOOK_S, Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.world.topology import Topology, World, watching_namespaces
+from kvstore_hvd.world.topology import FIX_OF_LATE, Topology, World, watching_namespaces
 
 MAC_BYTES = NONCE_BYTES = 32
+#: Seconds between two looks at workers that are missing, and whether the world is lost.
+POLL_S = 0.02
 
 _MAGIC = b"KVHVD\x01"
 _MAX_MESSAGE = 16 * 1024
@@ -41,19 +43,25 @@ _MAX_MESSAGE = 16 * 1024
 _MAX_STRANGERS = 256
 # The server's deadline is earlier, so that its text, which names the missing ranks, reaches the other workers.
 _CLIENT_EXTRA_S = 5.0
-# Between two looks whether the world is lost.
-_LOOK_S = 0.02
 # Errors of a process without free descriptors or memory, and the pause after one.
 _SCARCE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _SCARCE_S = 0.1
-# Between attempts to connect; the last one repeats.
-_PAUSES_S = (0.001, 0.002, 0.005, 0.01, 0.02)
+# Time between the first two attempts to connect; it doubles, up to POLL_S.
+_FIRST_PAUSE_S = 0.001
 
-_HELLO = struct.Struct("!II")  # local rank, process id
-# Between the fields of a hello: version, description of the cores, PID and time namespace.
+_HELLO = struct.Struct("!II")  # local rank, process id; then the fields
+# Between the fields of a hello: version, payload, PID namespace, time namespace.
 _SEPARATOR = "\0"
 _OK, _FAILED = b"\x01", b"\x00"
 _FIX_OF_SOCKETS = "a sandbox (seccomp, SELinux, AppArmor) forbids Unix sockets here: allow them, or run outside of it."
+_UNSEEN = "the workers are in different {} namespaces, and cannot see whether the others are alive."
+_ONE_CONTAINER = "start all of them in one container, or in containers with one {} namespace"
+# Fields of a hello that must be equal: index, error, fix. Workers in other namespaces would take each other for dead.
+_EQUAL = (
+    (0, "the workers run different versions of kvstore_hvd.", "install the same version for every worker."),
+    (2, _UNSEEN.format("PID"), f"{_ONE_CONTAINER.format('PID')} (docker run --pid=container:NAME)."),
+    (3, _UNSEEN.format("time"), f"{_ONE_CONTAINER.format('time')}."),
+)
 
 
 def mac(secret: bytes, *parts: bytes) -> bytes:
@@ -67,16 +75,17 @@ def share_segment(
     create: Callable[[Sequence[str]], int],
     *,
     version: str = "",
-    tell: str = "",
+    payload: str = "",
     timeout_s: float | None = None,
 ) -> int:
-    """Share one segment among the workers of this host. Collective over them; a barrier."""
+    """Share one segment among the workers of this host, made of their payloads. Collective over them; a barrier."""
     if world.topology.local_size == 1:
-        return create([tell])
-    timeout = config().start_timeout_s if timeout_s is None else timeout_s
+        return create([payload])
+    timeout, fields = config().start_timeout_s if timeout_s is None else timeout_s, [version, payload]
+    fields += watching_namespaces()
     if world.topology.local_rank == 0:
-        return _Server(world, version, tell, timeout).run(create)
-    return _fetch(world, version + _SEPARATOR + tell, timeout)
+        return _Server(world, fields, timeout).run(create)
+    return _fetch(world, fields, timeout)
 
 
 def socket_name(world: World) -> bytes:
@@ -94,7 +103,7 @@ def check_wanted(world: World) -> None:
     why = world.lost()
     if why:
         fix = "kvstore_hvd.elastic.run meets the next world by itself; outside of it, start the job again."
-        raise _error(world.topology, f"the workers need not meet any more: {why}", fix=fix)
+        raise _error(world.topology, f"the workers need not meet any more: {why}", fix)
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
@@ -109,53 +118,49 @@ def accept(listener: socket.socket) -> socket.socket | None:
         return None
 
 
-def _error(topology: Topology, fact: str, details: tuple[str, ...] = (), fix: str = "") -> LaunchError:
-    return LaunchError(message(fact, **topology.speaker, details=details, fix=fix))
+def _error(topology: Topology, fact: str, fix: str, details: Iterable[str] = ()) -> LaunchError:
+    return LaunchError(message(fact, **topology.prefix, details=details, fix=fix))
 
 
 # -- Local rank 0 -------------------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(eq=False)
 class _Connection:
     socket: socket.socket
+    pid: int
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
     peer_nonce: bytes = b""
-    rank: int | None = None  # local rank, once proved
-    pid: int = 0
-    version: str = ""
-    namespaces: tuple[str, ...] = ()
-    payload: str = ""
+    rank: int = 0  # local rank, once proved
+    fields: Sequence[str] = ()
 
 
 class _Server:
-    def __init__(self, world: World, version: str, tell: str, timeout_s: float) -> None:
-        self._world = world
-        self._topology = world.topology
-        self._version, self._tell = version, tell
-        self._timeout_s = timeout_s
-        self._peers: dict[int, _Connection] = {}
-        self._strangers: dict[socket.socket, _Connection] = {}
+    def __init__(self, world: World, fields: Sequence[str], timeout_s: float) -> None:
+        self._world, self._fields, self._timeout_s = world, fields, timeout_s
+        self._topology, self._ranks = world.topology, world.topology.local_ranks
+        self._peers: dict[int, _Connection] = {}  # by local rank
+        self._strangers: list[_Connection] = []  # the oldest first
         self._selector = selectors.DefaultSelector()
 
     def run(self, create: Callable[[Sequence[str]], int]) -> int:
-        deadline = Deadline(self._timeout_s)
-        listener = self._listen()
+        deadline, listener = Deadline(self._timeout_s), self._listen()
         try:
             try:
                 self._gather(listener, deadline)
-                self._compare_versions()
-                self._compare_namespaces()
-                fd = create([self._tell, *(connection.payload for connection in self._peers.values())])
+                self._compare()
+                fd = create([self._fields[1], *(peer.fields[1] for peer in self._peers.values())])
             except BaseException as error:
-                self._send_all(_FAILED, str(error) or type(error).__name__)
+                for peer in self._peers.values():
+                    self._send(peer, _FAILED, str(error) or type(error).__name__)
                 raise
-            self._send_all(_OK, "", fd)
+            for peer in self._peers.values():
+                self._send(peer, _OK, "", fd)
             return fd
         finally:
             self._selector.close()
             listener.close()
-            for connection in (*self._peers.values(), *self._strangers.values()):
+            for connection in (*self._peers.values(), *self._strangers):
                 connection.socket.close()
 
     def _listen(self) -> socket.socket:
@@ -166,12 +171,11 @@ class _Server:
         except OSError as error:
             listener.close()
             if error.errno == errno.EADDRINUSE:
-                fact = "another process already holds this place in the job."
                 fix = "create the store in one process per worker only; a process started by a worker must not "
                 fix += "inherit its KVHVD_ variables."
-                raise _error(self._topology, fact, fix=fix) from None
+                raise _error(self._topology, "another process is this rank of the job already.", fix) from None
             fact = f"cannot open a Unix socket to meet the other workers: {error}."
-            raise _error(self._topology, fact, fix=_FIX_OF_SOCKETS) from error
+            raise _error(self._topology, fact, _FIX_OF_SOCKETS) from error
         listener.setblocking(False)
         self._selector.register(listener, selectors.EVENT_READ)
         return listener
@@ -182,7 +186,7 @@ class _Server:
             if deadline.left() <= 0:
                 raise self._missing()
             check_wanted(self._world)
-            for key, _ in self._selector.select(deadline.wait_s(_LOOK_S)):
+            for key, _ in self._selector.select(deadline.wait_s(POLL_S)):
                 if key.fileobj is listener:
                     self._accept(listener)
                 else:
@@ -198,10 +202,10 @@ class _Server:
             accepted.close()
             return
         if len(self._strangers) >= _MAX_STRANGERS:
-            self._drop(next(iter(self._strangers.values())))
+            self._drop(self._strangers[0])
         accepted.setblocking(False)
-        connection = _Connection(accepted, pid=pid)
-        self._strangers[accepted] = connection
+        connection = _Connection(accepted, pid)
+        self._strangers.append(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         try:
             accepted.send(_MAGIC + connection.nonce)
@@ -215,30 +219,25 @@ class _Server:
             return
         except OSError:
             data = b""
-        if connection.rank is not None:
-            # A proved peer sends nothing more: this is its end.
+        if connection.rank:  # a proved peer sends nothing more: this is its end
             check_wanted(self._world)
-            raise _error(
-                self._topology,
-                f"{self._topology.rank_list([self._name(connection.rank)])} (pid {connection.pid}) ended while the "
-                "workers were finding each other.",
-                fix="look at what that worker printed.",
-            )
-        hello = self._verify(connection, data)
-        if hello is None:
+            who = f"{self._topology.rank_list([self._ranks[connection.rank]])} (pid {connection.pid})"
+            fact = f"{who} ended while the workers were finding each other."
+            raise _error(self._topology, fact, "look at what that worker printed.")
+        local_rank = self._verify(connection, data)
+        if local_rank is None:
             if data:
                 log.logger.info("rendezvous: process %d did not prove that it belongs to the job", connection.pid)
             self._drop(connection)
-            return
-        if hello in self._peers or not 0 < hello < self._topology.local_size:
-            self._refuse(
-                connection,
-                f"rank {self._topology.rank_of_all(self._name(hello))} has already joined from another process.",
-            )
-            return
-        connection.rank = hello
-        self._strangers.pop(connection.socket)
-        self._peers[hello] = connection
+        elif local_rank in self._peers or not 0 < local_rank < self._topology.local_size:
+            is_known = local_rank < self._topology.local_size
+            rank = self._topology.rank_of_all(self._ranks[local_rank]) if is_known else local_rank
+            self._send(connection, _FAILED, f"rank {rank} has already joined from another process.")
+            self._drop(connection)
+        else:
+            connection.rank = local_rank
+            self._strangers.remove(connection)
+            self._peers[local_rank] = connection
 
     def _verify(self, connection: _Connection, data: bytes) -> int | None:
         """The local rank of a hello that verifies, or None. Stores the other fields of the hello."""
@@ -250,68 +249,36 @@ class _Server:
             return None
         connection.peer_nonce = body[len(_MAGIC) : len(_MAGIC) + NONCE_BYTES]
         rank, connection.pid = _HELLO.unpack_from(body, len(_MAGIC) + NONCE_BYTES)
-        connection.version, *others = body[head:].decode("utf-8", "replace").split(_SEPARATOR)
-        connection.payload, connection.namespaces = "".join(others[:1]), tuple(others[1:])
+        fields = body[head:].decode("utf-8", "replace").split(_SEPARATOR)
+        connection.fields = [*fields, *[""] * (len(self._fields) - len(fields))]
         return int(rank)
-
-    def _name(self, local_rank: int) -> int:
-        ranks = self._topology.local_ranks
-        return ranks[local_rank] if local_rank < len(ranks) else local_rank
 
     def _drop(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
-        self._strangers.pop(connection.socket, None)
+        self._strangers.remove(connection)
         connection.socket.close()
 
-    def _refuse(self, connection: _Connection, text: str) -> None:
-        self._send(connection, _FAILED, text, None)
-        self._drop(connection)
-
-    def _compare_versions(self) -> None:
-        fact, fix = "the workers run different versions of kvstore_hvd.", "install the same version for every worker."
-        self._compare(fact, fix, self._version, {rank: peer.version for rank, peer in self._peers.items()})
-
-    def _compare_namespaces(self) -> None:
-        """Refuse workers that could not see whether the others live: each would take them for dead."""
-        own = watching_namespaces()
-        for at, kind in enumerate(("PID", "time")):
-            fact = f"the workers are in different {kind} namespaces, and cannot see whether the others are alive."
-            fix = f"start all of them in one container, or in containers with one {kind} namespace"
-            fix += " (docker run --pid=container:NAME)." if kind == "PID" else "."
-            others = {rank: "".join(peer.namespaces[at : at + 1]) for rank, peer in self._peers.items()}
-            self._compare(fact, fix, own[at], others)
-
-    def _compare(self, fact: str, fix: str, own: str, others: dict[int, str]) -> None:
-        """Raise LaunchError unless the texts of all workers are equal; `others` by local rank."""
-        ranks = {own: [self._topology.rank]}
-        for local_rank, text in sorted(others.items()):
-            ranks.setdefault(text, []).append(self._name(local_rank))
-        if len(ranks) > 1:
-            details = (f"{text or 'unknown'}: {self._topology.rank_list(each)}" for text, each in ranks.items())
-            raise _error(self._topology, fact, tuple(details), fix)
+    def _compare(self) -> None:
+        """Raise LaunchError unless these fields of all workers are equal."""
+        for at, fact, fix in _EQUAL:
+            ranks = {self._fields[at]: [self._topology.rank]}
+            for local_rank, peer in sorted(self._peers.items()):
+                ranks.setdefault(peer.fields[at], []).append(self._ranks[local_rank])
+            if len(ranks) > 1:
+                details = [f"{text or 'unknown'}: {self._topology.rank_list(each)}" for text, each in ranks.items()]
+                raise _error(self._topology, fact, fix, details)
 
     def _missing(self) -> LaunchError:
-        absent = [r for i, r in enumerate(self._topology.local_ranks) if i > 0 and i not in self._peers]
-        arrived = [self._topology.rank, *(self._name(local_rank) for local_rank in self._peers)]
-        return _error(
-            self._topology,
-            f"{self._topology.rank_list(absent)} did not arrive within {self._timeout_s:g} s.",
-            (f"arrived: {self._topology.rank_list(arrived)}",),
-            fix="see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time.",
-        )
+        absent = [r for i, r in enumerate(self._ranks) if i > 0 and i not in self._peers]
+        arrived = self._topology.rank_list(set(self._ranks).difference(absent))
+        fact = f"{self._topology.rank_list(absent)} did not arrive within {self._timeout_s:g} s."
+        return _error(self._topology, fact, FIX_OF_LATE, [f"arrived: {arrived}"])
 
-    def _send_all(self, status: bytes, text: str, fd: int | None = None) -> None:
-        for connection in self._peers.values():
-            self._send(connection, status, text, fd)
-
-    def _send(self, connection: _Connection, status: bytes, text: str, fd: int | None) -> None:
+    def _send(self, connection: _Connection, status: bytes, text: str, *fds: int) -> None:
         body = status + text.encode(errors="backslashreplace")[: _MAX_MESSAGE // 2]
         data = body + mac(self._world.secret, b"server", connection.nonce, connection.peer_nonce, body)
         try:
-            if fd is None:
-                connection.socket.send(data)
-            else:
-                socket.send_fds(connection.socket, [data], [fd])
+            socket.send_fds(connection.socket, [data], fds)
         except OSError as error:
             # The engine watches the processes from here on, and reports a peer that has died.
             log.logger.info("rendezvous: could not answer process %d: %s", connection.pid, error)
@@ -320,74 +287,51 @@ class _Server:
 # -- The others ---------------------------------------------------------------------------------------------------
 
 
-def _fetch(world: World, hello: str, timeout_s: float) -> int:
+class _NotTheServer(Exception):
+    """The process that answered does not know the secret."""
+
+
+def _fetch(world: World, fields: Sequence[str], timeout_s: float) -> int:
     """Connect to local rank 0, prove that this worker knows the secret, and wait for the segment."""
-    topology = world.topology
-    name = socket_name(world)
+    topology, name = world.topology, socket_name(world)
     longer = Deadline(timeout_s + _CLIENT_EXTRA_S)
     deadline = longer.within(timeout_s)
-    impostor = False
-    attempt = 0
+    why, pause_s = "it never opened its socket", _FIRST_PAUSE_S
     while True:
         check_wanted(world)
         if deadline.left() <= 0:
-            what = "another process answers in its place" if impostor else "it never opened its socket"
-            raise _error(
-                topology,
-                f"rank {topology.rank_of_all(topology.local_ranks[0])} did not arrive within {timeout_s:g} s ({what}).",
-                fix="see whether it failed or creates no store; KVHVD_START_TIMEOUT (seconds) gives it more time.",
-            )
+            rank = topology.rank_of_all(topology.local_ranks[0])
+            raise _error(topology, f"rank {rank} did not arrive within {timeout_s:g} s ({why}).", FIX_OF_LATE)
         with _socket() as connection:
             connection.settimeout(max(0.001, deadline.wait_s()))
             try:
                 connection.connect(name)
                 if peer_process(connection)[1] != os.geteuid():
                     raise _NotTheServer
-                return _ask(connection, world, hello, longer)
+                return _ask(connection, world, fields, longer)
             except _NotTheServer:
-                impostor = True
+                why = "another process answers in its place"
             except OSError as error:
                 if error.errno in (errno.EPERM, errno.EACCES):
                     fact = f"cannot connect to the other workers: {error}."
-                    raise _error(topology, fact, fix=_FIX_OF_SOCKETS) from error
+                    raise _error(topology, fact, _FIX_OF_SOCKETS) from error
         # The server has not started, or has ended. An abstract name gives no event to wait for.
-        time.sleep(_PAUSES_S[min(attempt, len(_PAUSES_S) - 1)])
-        attempt += 1
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, POLL_S)
 
 
-def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """One message and its descriptors, close-on-exec (`socket.recv_fds` drops its flags)."""
-    fds = array.array("i")
-    data, ancillary, _, _ = connection.recvmsg(
-        _MAX_MESSAGE, socket.CMSG_SPACE(4 * fds.itemsize), socket.MSG_CMSG_CLOEXEC
-    )
-    for level, kind, content in ancillary:
-        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
-    return data, fds.tolist()
-
-
-class _NotTheServer(Exception):
-    """The process that answered does not know the secret."""
-
-
-def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline) -> int:
-    topology = world.topology
-
-    def wait_at_most(seconds: float) -> None:
-        connection.settimeout(max(0.001, deadline.wait_s(seconds)))
-
+def _ask(connection: socket.socket, world: World, fields: Sequence[str], deadline: Deadline) -> int:
     # The server sends its nonce at once; a process that does not is not the server.
-    wait_at_most(LOOK_S)
+    connection.settimeout(max(0.001, deadline.wait_s(LOOK_S)))
     challenge = connection.recv(_MAX_MESSAGE)
     if len(challenge) != len(_MAGIC) + NONCE_BYTES or not challenge.startswith(_MAGIC):
         raise _NotTheServer
     server_nonce, nonce = challenge[len(_MAGIC) :], secrets.token_bytes(NONCE_BYTES)
-    about = _SEPARATOR.join((hello, *watching_namespaces())).encode()
-    body = _MAGIC + nonce + _HELLO.pack(topology.local_rank, os.getpid()) + about
+    about = _HELLO.pack(world.topology.local_rank, os.getpid()) + _SEPARATOR.join(fields).encode()
+    body = _MAGIC + nonce + about
     connection.send(body + mac(world.secret, b"client", server_nonce, body))
     while True:
-        wait_at_most(_LOOK_S)
+        connection.settimeout(max(0.001, deadline.wait_s(POLL_S)))
         try:
             answer, fds = _receive_fds(connection)
             break
@@ -397,20 +341,28 @@ def _ask(connection: socket.socket, world: World, hello: str, deadline: Deadline
                 raise
     try:
         body, proof = answer[:-MAC_BYTES], answer[-MAC_BYTES:]
+        if not answer:
+            raise ConnectionResetError(errno.ECONNRESET, "the server ended")
         if not body or not hmac.compare_digest(proof, mac(world.secret, b"server", server_nonce, nonce, body)):
-            if not answer:
-                raise ConnectionResetError(errno.ECONNRESET, "the server ended")
             raise _NotTheServer
-        if body[:1] != _OK or len(fds) != 1:
-            *details, last = body[1:].decode("utf-8", "replace").splitlines() or [""]
-            fact, _, fix = last.partition("Fix: ")
-            raise _error(
-                topology,
-                "the start failed on the worker that leads this host.",
-                tuple(line for line in (*details, fact if fix else last) if line.strip()),
-                fix=fix or "see what that worker says.",
-            )
-        return fds.pop()
+        if body[:1] == _OK and len(fds) == 1:
+            return fds.pop()
+        *details, last = body[1:].decode("utf-8", "replace").splitlines() or [""]
+        fact, _, fix = last.partition("Fix: ")
+        details = [line for line in (*details, fact if fix else last) if line.strip()]
+        text = "the start failed on the worker that leads this host."
+        raise _error(world.topology, text, fix or "see what that worker says.", details)
     finally:
         for fd in fds:
             os.close(fd)
+
+
+def _receive_fds(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """One message and its descriptors, close-on-exec (`socket.recv_fds` drops its flags)."""
+    fds = array.array("i")
+    room = socket.CMSG_SPACE(4 * fds.itemsize)
+    data, ancillary, _, _ = connection.recvmsg(_MAX_MESSAGE, room, socket.MSG_CMSG_CLOEXEC)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, fds.tolist()

@@ -1,4 +1,4 @@
-"""The process's place in the world of workers: joining it, leaving it, forking, and starting over.
+"""This process among the workers: joining their world, leaving it, forking, and starting over.
 
 One `Process` holds the current world. MXNet creates stores without arguments, so the stores of a process find it
 through `current()`.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 import threading
@@ -21,15 +22,14 @@ from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, LaunchError, message
 from kvstore_hvd.mxnet_compat import hooks
+from kvstore_hvd.world.control import ControlConnection, control_connection
 from kvstore_hvd.world.discover import discover, warn_beside
 from kvstore_hvd.world.exit import ExitWatchdog, early_end
-from kvstore_hvd.world.member import InnerMember, Member, first_unread, log_unread, raise_unread
+from kvstore_hvd.world.member import Member, SetMember
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Topology, World, exchange
-from kvstore_hvd.world.worker_line import WorkerLine, current_line
 
 __all__ = ["init", "is_initialized", "reset", "shutdown", "topology"]
-
 
 # The part of a core that a process uses at least whose MXNet computes.
 _BUSY = 0.1
@@ -38,19 +38,20 @@ _MOST_BUSY = 20
 
 
 class Process:
-    """This process, with its parts in the world of all workers and in the worlds inside it."""
+    """This process, with its parts in the world of all workers and in the worlds of process sets."""
 
     def __init__(self) -> None:
         self.departures = 0  # by `shutdown`
         self._lock = threading.RLock()
         self._member = Member()
-        self._inner: list[InnerMember] = []  # in the order of their making
-        self._inner_joins = 0  # in the present world, by all of its workers alike
+        #: Its parts in the worlds of process sets that are joined now, in the order of their making.
+        self.sets: list[SetMember] = []
+        self._set_joins = 0  # in the present world, by all of its workers alike
         self._watchdog: ExitWatchdog | None = None
         self._recorder = Recorder()
         self._meetings: dict[str, int] = {}  # by job: the number of the next meeting
         #: Control connection to the launcher, which gives out the worlds of an elastic job; None in other jobs.
-        self.line: WorkerLine | None = None
+        self.control: ControlConnection | None = None
 
     @property
     def member(self) -> Member:
@@ -60,19 +61,19 @@ class Process:
         return self._member
 
     @property
+    def _members(self) -> list[Member]:
+        """This worker's parts in all of its worlds."""
+        return [self._member, *self.sets]
+
+    @property
     def topology(self) -> Topology:
-        """Who this worker is and how many there are, as `member` knows it; stays readable after `shutdown`."""
+        """This worker's rank, the size, and so on, as `member` knows it; stays readable after `shutdown`."""
         return self.member.topology
 
     @property
-    def is_initialized(self) -> bool:
-        """Whether this process is in the world of all workers."""
-        return self._member.is_initialized
-
-    @property
-    def is_forked(self) -> bool:
-        """Whether this process is a forked child of a worker: it knows the world, and is not in it."""
-        return self._member.is_forked
+    def last_topology(self) -> Topology | None:
+        """That of the latest world that this worker was in, left or not; None before the first one."""
+        return None if self._member.world is None or self._member.is_waiting else self._member.topology
 
     @property
     def has_given_up(self) -> bool:
@@ -80,7 +81,7 @@ class Process:
         return any(member.has_given_up for member in self._members)
 
     def expected_size(self) -> int | None:
-        """How many workers there are, or what the launcher's variables say about it; None if nobody knows."""
+        """The number of workers, or what the launcher's variables say about it; None if it is unknown."""
         if self._member.world is not None:
             return self._member.topology.size
         known = config()
@@ -115,20 +116,32 @@ class Process:
             reload()
             world = self._member.world
             if world is None:
-                line = current_line()
-                if line is not None:
-                    self._enter(line, comm)
-                else:
-                    self._join(discover(comm))
-            elif self._member.is_waiting and comm is None:
-                self._member.wait_for(world)  # again: only `elastic.run` takes it in
-            else:
+                self.control = control_connection()
+            if comm is not None and self.control is not None:
+                fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
+                raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
+            if world is not None and not self._member.is_waiting:
                 self.meet(comm=comm)
+            elif world is not None:
+                self._member.wait_for(world)  # again: only `elastic.run` takes it in
+            elif self.control is None:
+                self._join(discover(comm))
+            else:
+                self.control.on_lost = self._on_lost
+                world, is_real = self.control.enter()
+                if is_real:
+                    self._join(world)
+                else:
+                    topology = world.topology
+                    log.set_rank(topology.rank, topology.size)
+                    text = "came to a running job, probably as rank %d of %d"
+                    log.logger.info(text, topology.rank, topology.size)
+                    self._member.wait_for(world)
             self._record_from_start()
             return self.topology
 
     def shutdown(self) -> None:
-        """Leave the world, and those inside it; does nothing without one. `init` joins a fresh one.
+        """Leave the world, after those of process sets; does nothing without one. `init` joins a fresh one.
 
         Waits for the pending operations of this worker.
 
@@ -137,15 +150,15 @@ class Process:
         HorovodInternalError
             The world was lost while this worker waited for its operations.
         KVHvdError
-            An operation failed, and nobody has read its result. This worker has left the world nevertheless.
+            An operation failed, and its result was never read. This worker has left the world nevertheless.
         """
         with self._lock:
             try:
                 was_lost = self._member.is_lost
-                raise_unread(self.leave(), was_lost)
+                _raise_unread(self.leave(), was_lost)
             finally:
                 self._recorder.finish()
-                self._forget_inner()
+                self._forget_sets()
                 self.departures += 1
 
     def reset(self) -> Topology:
@@ -166,7 +179,7 @@ class Process:
             return self.meet()
 
     def leave(self, reason: str = "") -> Exception | None:
-        """Leave the world, after the worlds inside it; does nothing without one. Returns and raises as `Member.leave`.
+        """Leave the world, after those of process sets; does nothing without one. Returns and raises as `Member.leave`.
 
         Afterwards no thread of MXNet's writes to arrays any more; if a reason is given, their content is undefined.
         """
@@ -180,35 +193,23 @@ class Process:
             assert world is not None
             if self._member.is_forked:
                 raise self._member.closed_error()
-            if self.line is not None:
-                _check_chosen_by_launcher(comm)
             if comm is not None:
                 chosen = discover(comm)
                 # Generations go on, whoever meets; meetings are counted for each group of workers.
                 topology = dataclasses.replace(chosen.topology, generation=world.topology.generation + 1)
                 meeting = self._meetings.get(chosen.job, 0)
                 self._join(dataclasses.replace(chosen, topology=topology, meeting=meeting))
-            elif self.line is not None:
-                self._forget_inner()  # made anew, as ranks change
-                self._join(self.line.next_world(cause, text))
+            elif self.control is not None:
+                self._forget_sets()  # made anew, as ranks change
+                self._join(self.control.next_world(cause, text))
             else:
                 # A failed attempt is repeated under the same name: workers that have failed different numbers of times
                 # would never meet otherwise.
                 self._join(world.next_generation())
             return self.topology
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this worker of an elastic job has come to a running one, and has yet to be taken in by `meet`."""
-        return self._member.is_waiting
-
-    @property
-    def last_place(self) -> Topology | None:
-        """The place of this worker in the latest world that it was in, left or not; None before the first one."""
-        return None if self._member.world is None or self._member.is_waiting else self._member.topology
-
     def _join(self, world: World) -> None:
-        """Join a world, and the worlds inside it again; raises as `Member.join`.
+        """Join a world, and those of its process sets again; raises as `Member.join`.
 
         If workers do not meet in a world of the launcher's, it gives out the next one, until all of its workers do.
         """
@@ -222,25 +223,34 @@ class Process:
                 self._member.join(world)
                 break
             except LaunchError as error:
-                if self.line is None:
+                if self.control is None:
                     raise
                 log.logger.info("the rendezvous failed: %s", error)
                 text = " ".join(map(str.strip, str(error).splitlines()))
-                world = self.line.next_world("meeting", text, world.unreached)
+                world = self.control.next_world("meeting", text, world.unreached)
         self._meetings[world.job] = world.meeting + 1
         if topology.size > 1:
             warn_beside(topology)
             register_exit_handler()
-        self._recorder.joined(self._member.others(), topology)
-        self._inner_joins = 0
-        for inner in self._inner:
-            self._join_inner(inner, world)
-        self._record(*self._inner)
-        if self.line is not None:
-            self.line.joined(world)
+        self._set_joins = 0
+        for each in self.sets:
+            self._join_set(each, world)
+        self._record(self._members)
+        if self.control is not None:
+            self.control.joined(world)
         why = world.lost()  # perhaps before this world was joined
         if why:
             self.abort(why)
+
+    def _on_lost(self, generation: int, text: str) -> None:
+        world = self._member.world
+        if world is not None and world.topology.generation <= generation:
+            self.abort(text)
+
+    def abort(self, text: str) -> None:
+        """Fail the pending and later operations of all workers, with this text; those of process sets as well."""
+        for member in self._members:
+            member.abort(text)
 
     def _leave(self, reason: str) -> Exception | None:
         member = self._member
@@ -250,129 +260,90 @@ class Process:
             try:
                 if not reason and member.is_connected and not member.is_lost:
                     member.drain()  # pending computations of MXNet may submit more, like a layer of SyncBatchNorm
-                inner_unread = self._leave_all_inner(reason)
+                of_sets = self._leave_sets(reason)
             except BaseException as error:  # Ctrl-C, above all: the other workers do not wait until the deadline
                 interrupted = f"it was interrupted while it left: {type(error).__name__}"
-                self._leave_all_inner(interrupted)
+                self._leave_sets(interrupted)
                 member.leave(interrupted)
                 raise
-            unread = first_unread(inner_unread, member.leave(reason))
+            unread = _first_unread(of_sets, member.leave(reason))
             if reason:
                 member.drain()  # the errors of pending operations belong to this world
             return unread
         finally:
             self._recorder.left()
 
-    def abort(self, text: str) -> None:
-        """Fail the pending and later operations of all workers, with this text; in the worlds inside it as well."""
-        for member in self._members:
-            member.abort(text)
-
-    @property
-    def _members(self) -> list[Member]:
-        """This worker's parts in all of its worlds."""
-        return [self._member, *self._inner]
-
-    def _leave_all_inner(self, reason: str) -> Exception | None:
-        """Leave every world inside; returns as `Member.leave`, also that one was lost. Of several errors, the first."""
+    def _leave_sets(self, reason: str) -> Exception | None:
+        """Leave the worlds of process sets; returns the first error, also that a world was lost."""
         first: Exception | None = None
-        for inner in self._inner:
+        for each in self.sets:
             try:
-                unread = inner.leave(reason)
+                unread = each.leave(reason)
             except HorovodInternalError as error:
                 unread = error
-            first = first_unread(first, None if reason else unread)
+            first = _first_unread(first, None if reason else unread)
         return first
 
-    def _forget_inner(self) -> None:
-        """Let go of the worlds inside, which have been left."""
-        for inner in self._inner:
-            self._member.keep_arenas(inner)
-        self._inner = []
+    def _forget_sets(self) -> None:
+        """Let go of the worlds of process sets, which have been left."""
+        for each in self.sets:
+            self._member.keep_arenas(each)
+        self.sets = []
 
-    def _enter(self, line: WorkerLine, comm: Any) -> None:
-        _check_chosen_by_launcher(comm)
-        self.line = line
-        line.on_void = self._on_void
-        world, is_real = line.enter()
-        if is_real:
-            self._join(world)
-            return
-        log.set_rank(world.topology.rank, world.topology.size)
-        log.logger.info("came to a running job, probably as rank %d of %d", world.topology.rank, world.topology.size)
-        self._member.wait_for(world)
+    # -- Process sets -----------------------------------------------------------------------------------------------
 
-    def _on_void(self, generation: int, text: str) -> None:
-        world = self._member.world
-        if world is not None and world.topology.generation <= generation:
-            self.abort(text)
-
-    def adapter_for_gradients(self) -> native.MXNetAdapter | None:
-        """See `Member.adapter_for_gradients`; also none before the first world."""
-        return self._member.adapter_for_gradients()
-
-    # -- Worlds inside it -------------------------------------------------------------------------------------------
-
-    def join_inner(self, ranks: Sequence[int], number: int, former: InnerMember | None = None) -> InnerMember:
+    def join_set(self, ranks: Sequence[int], number: int, former: SetMember | None = None) -> SetMember:
         """Make a world of some of this one's workers. Left with this one, and made again by `reset`."""
-        # `former`: the object that stands for it. Every worker of this world calls it, inside `submitting`.
+        # `former`: the object of the set. Every worker of this world calls it, inside `submitting`.
         with self._lock:
             world = self._member.world
             assert world is not None
-            inner, failure = former or InnerMember(ranks, number), None
+            made, failure = former or SetMember(ranks, number), None
             try:
-                self._join_inner(inner, world)
+                self._join_set(made, world)
             except Exception as error:  # noqa: BLE001 - the other workers wait for this one
                 failure = error
             own = "" if failure is None else f"{type(failure).__name__}: {failure}"
             try:
-                faults = exchange(self._member.others(), self.topology, "process set", own)
-                if any(faults):
-                    raise LaunchError(self._join_fault(number, faults)) from failure
+                faults = enumerate(exchange(self._member.others(), self.topology, "process set", own))
+                details = [line for rank, fault in faults if fault for line in f"rank {rank}: {fault}".splitlines()]
+                if details:
+                    fact = f"process set {number} could not be made."
+                    fix = "see the first error; the workers are as before."
+                    raise LaunchError(message(fact, **self.topology.prefix, details=details, fix=fix)) from failure
             except BaseException:
                 if failure is None:
-                    inner.leave("not all of its workers could join the process set")
+                    made.leave("not all of its workers could join the process set")
                 raise
-            self._inner = [*self._inner, inner]
-            self._record(inner)
-            return inner
+            self.sets = [*self.sets, made]
+            self._record([made])
+            return made
 
-    def _join_inner(self, inner: InnerMember, world: World) -> None:
-        self._inner_joins += 1
-        inner.join_inside(world, self._inner_joins)
+    def _join_set(self, each: SetMember, world: World) -> None:
+        self._set_joins += 1
+        each.join_within(world, self._set_joins)
 
-    def has_inner(self, inner: InnerMember) -> bool:
-        """Whether this worker has joined that world inside the present one; the same on all workers."""
-        return inner in self._inner
-
-    def _join_fault(self, number: int, faults: list[str]) -> str:
-        details = [
-            line if place else f"rank {rank}: {line}"
-            for rank, fault in enumerate(faults)
-            for place, line in enumerate(fault.splitlines())
-        ]
-        fact, fix = f"process set {number} could not be made.", "see the first error; the workers are as before."
-        return message(fact, **self.topology.speaker, details=details, fix=fix)
+    def leave_set(self, left: SetMember) -> None:
+        """Leave a world that `join_set` made; does nothing if this worker is not in it. Raises as `shutdown`."""
+        with self._lock:
+            if left not in self.sets:
+                return
+            self.sets = [each for each in self.sets if each is not left]
+            try:
+                was_lost = left.is_lost
+                _raise_unread(left.leave(), was_lost)
+            finally:
+                left.closed = (
+                    "its process set was removed.",
+                    "create the Trainer or store again, with a registered set.",
+                )
+                self._recorder.left(left.topology)
+                self._member.keep_arenas(left)
 
     def worlds_within(self, world: Member) -> list[Member]:
         """A world that this worker is in, and those of some of its workers and no others; without worlds of one."""
         members = set(world.topology.all_ranks)
         return [each for each in self._members if members.issuperset(each.topology.all_ranks) and not each.is_alone]
-
-    def leave_inner(self, inner: InnerMember) -> None:
-        """Leave a world that `join_inner` made; does nothing if this worker is not in it. Raises as `shutdown`."""
-        with self._lock:
-            if inner not in self._inner:
-                return
-            self._inner = [each for each in self._inner if each is not inner]
-            try:
-                inner.shutdown()
-            finally:
-                inner.explain_closed(
-                    "its process set was removed.", "create the Trainer or store again, with a registered set."
-                )
-                self._recorder.left(inner.topology)
-                self._member.keep_arenas(inner)
 
     # -- Timeline ---------------------------------------------------------------------------------------------------
 
@@ -381,7 +352,7 @@ class Process:
         with self._lock:
             topology = self.topology
             self._recorder.start(file_path, mark_cycles, self._member.others(), topology)
-            self._record(*self._inner)
+            self._record(self._members)
             register_exit_handler()  # `_join` does it for several workers
 
     def stop_timeline(self) -> None:
@@ -390,11 +361,9 @@ class Process:
             if self._recorder.is_recording:
                 self._recorder.stop(self._member.others(), self.topology)
 
-    def _record(self, *inner: InnerMember) -> None:
-        """Record the operations of worlds inside this one."""
-        for member in inner:
-            if not member.is_alone:
-                self._recorder.joined(member.engine(), member.topology)
+    def _record(self, members: Sequence[Member]) -> None:
+        for member in members:
+            self._recorder.joined(member.others(), member.topology)
 
     def _record_from_start(self) -> None:
         path = config().timeline
@@ -416,11 +385,11 @@ class Process:
         """Wait for MXNet's operations: it would do so itself, but an unread error there would abort the process."""
         if self._member.is_connected:
             self._member.drain()
-            for inner in self._inner:  # the error may be of any of them: the next call of each raises it
-                inner.defer(self._member.deferred)
+            for each in self.sets:  # the error may be of any of them: the next call of each raises it
+                each.defer(self._member.deferred)
 
     def after_fork_in_child(self) -> None:
-        """Let go of the world and of those inside it; the child may not talk to the other workers."""
+        """Let go of all worlds; the child may not talk to the other workers."""
         self._lock = threading.RLock()
         self._watchdog = None
         with contextlib.ExitStack() as stack:  # each of them, also if one raises
@@ -429,11 +398,16 @@ class Process:
 
     def _progress(self, limit_s: float, busy: Deadline) -> tuple[int, float]:
         """Changes as operations complete or wait for late workers, and while MXNet computes and none is pending."""
-        counts = [member.counts for member in self._members]
+        engines = [engine for member in self._members if (engine := member.present_engine) is not None]
+        counts = [engine.counts() for engine in engines]
         may_compute = busy.left() > 0 and not any(pending for _, pending in counts)
         mark = int(time.process_time() / limit_s / _BUSY) if may_compute else 0.0
         # Operations have a deadline of their own, which tells late workers that compute from stopped ones.
-        if config().waits_at_exit and any(member.waits_for_late for member in self._members):
+        if config().waits_at_exit and any(
+            not (one.announced_by_all or one.name.startswith(native.PATIENT))
+            for engine in engines
+            for one in engine.waiting(0.0) or ()
+        ):
             mark = time.monotonic()
         return sum(over for over, _ in counts), mark
 
@@ -443,7 +417,7 @@ class Process:
             # MXNet's own exit handler ends the threads of operators written in Python before it waits for these.
             self._member.drain()
             if self._member.deferred is not None and not early_end():
-                log_unread(self._member.deferred)
+                _log_unread(self._member.deferred)
             self._recorder.finish()
             return
         raised = hooks.raised
@@ -458,7 +432,7 @@ class Process:
         try:
             unread = self._leave(reason)  # without the lock, which a daemon thread may hold
             if unread is not None:
-                log_unread(unread)
+                _log_unread(unread)
                 if not raised:  # else it may follow from an error that the program has handled
                     native.end_as_failed()
         except Exception as error:  # noqa: BLE001 - an exit handler cannot raise
@@ -471,14 +445,26 @@ class Process:
             self._recorder.finish()
 
 
-def _check_chosen_by_launcher(comm: Any) -> None:
-    if comm is not None:
-        fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
-        raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
+def _first_unread(first: Exception | None, other: Exception | None) -> Exception | None:
+    """The error to raise, of two worlds that were left; the other error is logged."""
+    if first is not None and other is not None and other is not first:
+        _log_unread(other)
+    return other if first is None else first
+
+
+def _raise_unread(unread: Exception | None, was_lost: bool) -> None:
+    """Raise the error that `Member.leave` returned; log it where an operation has reported the lost world before."""
+    if unread is not None and not was_lost:
+        raise unread
+    if unread is not None:
+        _log_unread(unread)
+
+
+def _log_unread(error: Exception) -> None:
+    log.logger.error("an operation failed, and its result was never read:\n%s", error)
 
 
 _current = Process()
-_fork_handlers_registered = False
 
 
 def current() -> Process:
@@ -496,11 +482,11 @@ reset = _current.reset
 
 def is_initialized() -> bool:
     """Whether this process is in a world of workers."""
-    return _current.is_initialized
+    return _current._member.is_initialized
 
 
 def topology() -> Topology:
-    """Who this worker is and how many there are; joins the world first when this process never did."""
+    """This worker's rank, the size, and so on; joins the world first when this process never did."""
     return _current.topology
 
 
@@ -512,8 +498,6 @@ def register_exit_handler() -> None:
     atexit.register(_current.leave_at_exit)
 
 
+@functools.cache
 def _register_fork_handlers() -> None:
-    global _fork_handlers_registered
-    if not _fork_handlers_registered:
-        _fork_handlers_registered = True
-        os.register_at_fork(before=_current.before_fork, after_in_child=_current.after_fork_in_child)
+    os.register_at_fork(before=_current.before_fork, after_in_child=_current.after_fork_in_child)

@@ -77,7 +77,6 @@ class Recorder:
         self._recording = made
         if topology.size == 1:
             log.once("timeline-alone", logging.WARNING, "the timeline will be empty: there is only one worker")
-        self.joined(engine, topology)
         made.thread.start()
 
     def stop(self, engine: native.Engine | None, topology: Topology) -> None:
@@ -134,7 +133,7 @@ class _Recording:
         with self._lock:
             if self._fault:
                 return
-            if topology.inside is None:
+            if topology.process_set is None:
                 with self._noting_faults():
                     self._part.world(topology.generation)
             if engine is not None:
@@ -215,7 +214,7 @@ class _Recording:
 
 
 def _set_of(topology: Topology) -> int:
-    return 0 if topology.inside is None else topology.inside.number
+    return 0 if topology.process_set is None else topology.process_set.number
 
 
 def _absolute(file_path: Any) -> tuple[str, str]:

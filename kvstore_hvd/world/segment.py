@@ -25,7 +25,7 @@ from kvstore_hvd.world.exit import end_links_at_exit, note_world
 from kvstore_hvd.world.gpus import create_executor
 from kvstore_hvd.world.links import start_link
 from kvstore_hvd.world.meeting import share_segment
-from kvstore_hvd.world.topology import Inside, Topology, World
+from kvstore_hvd.world.topology import RankSet, Topology, World
 
 # Address space for the arenas of all workers of a host, of the 128 TiB of a process.
 _ADDRESS_SPACE = 32 << 40
@@ -87,7 +87,7 @@ class Connection:
             finally:
                 del segment  # or an error's traceback would keep it
             self._device = DeviceThread(
-                engine, lambda device: create_executor(engine, topology, device), topology.speaker
+                engine, lambda device: create_executor(engine, topology, device), topology.prefix
             )
         note_world(is_lost=False)
         if not native.has_pidfds():
@@ -130,16 +130,16 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
 
     def create(workers: Sequence[str]) -> int:
         """Create it on local rank 0, with the descriptions of the cores of all workers of the host."""
-        inside = topology.inside or Inside(0, (), 0)
+        process_set = topology.process_set or RankSet(0, (), 0)
         with refusals_explained(topology):  # the other workers get the same text
             created.append(
                 native.Segment.create(
                     topology.local_size,
                     _arena_bytes(topology),
                     changes,
-                    inside.number,
-                    inside.size,
-                    inside.ranks,
+                    process_set.number,
+                    process_set.size,
+                    process_set.ranks,
                     # Over hosts, the link's thread is one more.
                     cores.suffice([*workers, *workers[:1]] if is_over_hosts else workers),
                     list(hosts).index(topology.host),
@@ -152,7 +152,7 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
                 start_link(world, created[0])
         return created[0].fd
 
-    fd = share_segment(world, create, version=native.abi(), tell=cores.describe())
+    fd = share_segment(world, create, version=native.abi(), payload=cores.describe())
     if created:
         return created.pop()
     try:
@@ -180,7 +180,7 @@ def _arena_bytes(topology: Topology) -> int:
     # The arenas are mapped, and count as a file.
     limits = {cores.limit_of(resource.RLIMIT_AS), cores.limit_of(resource.RLIMIT_FSIZE)} - {resource.RLIM_INFINITY}
     available = min([_ADDRESS_SPACE, *(limit // 4 for limit in limits)])
-    if topology.inside is not None:
+    if topology.process_set is not None:
         available >>= _SET_SHIFT
     available //= topology.local_size
     try:
@@ -204,13 +204,13 @@ def _check_room(topology: Topology) -> None:
     used = cores.open_below(limit)
     if limit - used >= needed:
         return
-    what = f"process set {topology.inside.number}" if topology.inside is not None else "the world"
+    what = f"process set {topology.process_set.number}" if topology.process_set else "the world"
     fact = f"joining {what} of {topology.size} workers takes {needed} open files, and this process has "
     fact += f"{limit - used} left."
     details = [f"{limit} are allowed (ulimit -n), {used} are in use."]
     fix = f"`ulimit -n {max(4096, 2 * (used + needed))}` before the start; each process set takes as many files as it "
     fix += "has members, and a few more."
-    raise LaunchError(message(fact, **topology.speaker, details=details, fix=fix))
+    raise LaunchError(message(fact, **topology.prefix, details=details, fix=fix))
 
 
 @contextlib.contextmanager
@@ -222,8 +222,8 @@ def refusals_explained(topology: Topology) -> Iterator[None]:
     except OSError as error:
         # Errors of the native engine name the call and the reason.
         fix = _FIXES.get(error.errno or 0, "see the reason; the kernel's log (dmesg) may tell more.")
-        raise LaunchError(message(f"{fact}{error.strerror or error}.", **topology.speaker, fix=fix)) from error
+        raise LaunchError(message(f"{fact}{error.strerror or error}.", **topology.prefix, fix=fix)) from error
     except RuntimeError as error:
         if str(error) != "can't start new thread":  # Python's words for EAGAIN
             raise
-        raise LaunchError(message(f"{fact}a thread.", **topology.speaker, fix=_FIXES[errno.EAGAIN])) from error
+        raise LaunchError(message(f"{fact}a thread.", **topology.prefix, fix=_FIXES[errno.EAGAIN])) from error

@@ -6,6 +6,7 @@ import dataclasses
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -55,8 +56,7 @@ def virtual_hosts(hosts: Sequence[Host], placement: str) -> list[Host]:
     elif "," in placement:
         numbers = [host for host, part in enumerate(placement.split(",")) for _ in range(int(part))]
     else:
-        count = min(int(placement or 1), size)
-        numbers = [rank * count // size for rank in range(size)]
+        numbers = [rank * min(int(placement or 1), size) // size for rank in range(size)]
     if len(numbers) != size:
         return list(hosts)
     return [dataclasses.replace(host, identity=f"{host.identity} {number}") for host, number in zip(hosts, numbers)]
@@ -76,18 +76,18 @@ def _namespace(kind: str) -> str:
 
 
 @dataclass(frozen=True)
-class Inside:
+class RankSet:
     """The process set that a world belongs to: messages name its ranks by those in the world of all."""
 
     number: int  # of the process set
     ranks: tuple[int, ...]  # of its members, ascending; where this worker is not in the set: of this worker
     size: int  # of the world of all
-    is_outside: bool = False  # this worker is not in the set, and alone in this world
+    is_member: bool = True  # False: this worker is not in the set, and alone in this world
 
 
 @dataclass(frozen=True)
 class Topology:
-    """The place of this process in its world.
+    """This process among the ranks of its world.
 
     Attributes
     ----------
@@ -110,51 +110,37 @@ class Topology:
     cross_rank: int
     cross_size: int
     hosts: tuple[str, ...]
+    local_rank_of: tuple[int, ...]  # each rank
     generation: int = 0
     source: str = "single"
-    inside: Inside | None = None  # of a process set's world
-    places: tuple[int, ...] = ()  # the local rank of each rank, where the launcher has given them
+    process_set: RankSet | None = None  # of a process set's world
     pids: tuple[int, ...] = ()  # the process of each rank, of a world on several hosts
 
     @classmethod
     def of(
-        cls,
-        rank: int,
-        hosts: Sequence[Host],
-        *,
-        generation: int = 0,
-        source: str,
-        inside: Inside | None = None,
-        places: Sequence[int] = (),
-        pids: Sequence[int] = (),
+        cls, rank: int, hosts: Sequence[Host], *, source: str, local_rank_of: Sequence[int] = (), **more: Any
     ) -> Topology:
-        """Derive everything from the host of each rank, and from the local ranks where these are given."""
-        names = _unique_names(hosts)
-        local_ranks = list(places) or [names[:r].count(name) for r, name in enumerate(names)]
-        column = [r for r, local_rank in enumerate(local_ranks) if local_rank == local_ranks[rank]]
-        return cls(
-            rank=rank,
-            size=len(names),
-            local_rank=local_ranks[rank],
-            local_size=names.count(names[rank]),
-            cross_rank=column.index(rank),
-            cross_size=len(column),
-            hosts=names,
-            generation=generation,
-            source=source,
-            inside=inside,
-            places=tuple(places),
-            pids=tuple(pids),
-        )
+        """Derive the rest from the host of each rank, and from the local ranks if the launcher has given them."""
+        # Hostnames have a suffix ('node#2') where different hosts have the same one.
+        names, used = dict[str, str](), Counter[str]()
+        for host in hosts:
+            if host.identity not in names:
+                used[host.name] += 1
+                names[host.identity] = host.name if used[host.name] == 1 else f"{host.name}#{used[host.name]}"
+        of_ranks = tuple(names[host.identity] for host in hosts)
+        local = tuple(local_rank_of) or tuple(of_ranks[:r].count(name) for r, name in enumerate(of_ranks))
+        column = [r for r, local_rank in enumerate(local) if local_rank == local[rank]]
+        counts = len(hosts), local[rank], of_ranks.count(of_ranks[rank]), column.index(rank), len(column)
+        return cls(rank, *counts, of_ranks, local, source=source, **more)
 
     def rank_of_all(self, rank: int) -> int:
         """The rank in the world of all of a rank of this world."""
-        return rank if self.inside is None else self.inside.ranks[rank]
+        return self.all_ranks[rank]
 
     @property
     def all_ranks(self) -> Sequence[int]:
         """The ranks of this world, as ranks of the world of all."""
-        return range(self.size) if self.inside is None else self.inside.ranks
+        return range(self.size) if self.process_set is None else self.process_set.ranks
 
     @property
     def rank_in_all(self) -> int:
@@ -163,43 +149,42 @@ class Topology:
 
     def rank_list(self, ranks: Iterable[int]) -> str:
         """As `errors.rank_list`, of ranks of this world, which are named as ranks of the world of all."""
-        return errors.rank_list(self.rank_of_all(rank) for rank in ranks)
+        return errors.rank_list(map(self.rank_of_all, ranks))
 
     def listed(self, values: Iterable[object]) -> list[str]:
         """The ranks that have each value, of values in the order of ranks: ``'float32: ranks 0-2'``, a line each."""
         return [f"{value}: {self.rank_list(ranks)}" for value, ranks in _ranks_by(values).items()]
 
     @property
-    def is_outside(self) -> bool:
-        """Whether this is the world of one of a worker that is not in the process set."""
-        return self.inside is not None and self.inside.is_outside
+    def is_member(self) -> bool:
+        """False in the world of one of a worker that is not in the process set."""
+        return self.process_set is None or self.process_set.is_member
 
     @property
     def group(self) -> str:
-        """What messages add to 'the workers': ``' of process set 3'``, or nothing."""
-        return "" if self.inside is None else f" of process set {self.inside.number}"
+        """The suffix of 'the workers' in messages: ``' of process set 3'``, or nothing."""
+        return "" if self.process_set is None else f" of process set {self.process_set.number}"
 
     @property
-    def speaker(self) -> dict[str, Any]:
-        """The prefix of errors of this worker: ``message(fact, **topology.speaker)``."""
-        if self.inside is None:
+    def prefix(self) -> dict[str, Any]:
+        """The prefix of errors of this worker: ``message(fact, **topology.prefix)``."""
+        if self.process_set is None:
             return {"rank": self.rank, "size": self.size}
-        rank, within = self.rank_in_all, f"process set {self.inside.number}"
-        if self.inside.is_outside:
+        rank, within = self.rank_in_all, f"process set {self.process_set.number}"
+        if not self.is_member:
             within = f"outside of {within}"
         elif rank != self.rank:
             within = f"rank {self.rank}/{self.size} in {within}"
-        return {"rank": rank, "size": self.inside.size, "within": within}
+        return {"rank": rank, "size": self.process_set.size, "within": within}
 
     @property
     def host(self) -> str:
         return self.hosts[self.rank]
 
     @property
-    def local_ranks(self) -> tuple[int, ...]:
+    def local_ranks(self) -> list[int]:
         """The ranks on this host, in the order of their local ranks."""
-        ranks = self.ranks_by_host[self.host]
-        return tuple(sorted(ranks, key=self.places.__getitem__) if self.places else ranks)
+        return sorted(self.ranks_by_host[self.host], key=self.local_rank_of.__getitem__)
 
     @property
     def ranks_by_host(self) -> dict[str, list[int]]:
@@ -217,17 +202,6 @@ def _ranks_by(values: Iterable[_T]) -> dict[_T, list[int]]:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ranks
-
-
-def _unique_names(hosts: Sequence[Host]) -> tuple[str, ...]:
-    """Hostnames, told apart by a suffix (``'node#2'``) where different hosts have the same one."""
-    given: dict[str, str] = {}
-    used: dict[str, int] = {}
-    for host in hosts:
-        if host.identity not in given:
-            used[host.name] = used.get(host.name, 0) + 1
-            given[host.identity] = host.name if used[host.name] == 1 else f"{host.name}#{used[host.name]}"
-    return tuple(given[host.identity] for host in hosts)
 
 
 @dataclass(frozen=True)
@@ -264,10 +238,10 @@ def exchange(engine: native.Engine | None, topology: Topology, name: str, text: 
     encoded = text.encode(errors="surrogatepass")
     lengths = np.zeros(topology.size, np.int64)
     lengths[topology.rank] = len(encoded)
-    _sum(engine, f"{name}/lengths", lengths)
+    reduce_in_place(engine, f"{name}/lengths", f"'{name}/lengths'", lengths)
     rows = np.zeros((topology.size, max(1, int(lengths.max()))), np.uint8)
     rows[topology.rank, : len(encoded)] = np.frombuffer(encoded, np.uint8)
-    _sum(engine, name, rows)
+    reduce_in_place(engine, name, f"'{name}'", rows)
     return [row[:length].tobytes().decode(errors="surrogatepass") for row, length in zip(rows, lengths.tolist())]
 
 
@@ -283,7 +257,7 @@ def clock_ahead(engine: native.Engine | None, topology: Topology, name: str) -> 
     for _ in range(_CLOCK_ROUNDS):
         table = np.zeros((topology.size, 2), np.int64)
         table[topology.rank] = time.monotonic_ns(), completed
-        _sum(engine, name, table)
+        reduce_in_place(engine, name, f"'{name}'", table)
         completed = time.monotonic_ns()
         if submitted_before:
             low = max(low, submitted_before[first] - int(table[0, 1]))
@@ -292,6 +266,7 @@ def clock_ahead(engine: native.Engine | None, topology: Topology, name: str) -> 
     return ((low + high) // 2, (high - low + 1) // 2) if first else (0, 0)
 
 
-def _sum(engine: native.Engine, name: str, table: np.ndarray[Any, Any]) -> None:
-    address = [table.ctypes.data]
-    engine.run(native.Request("allreduce", name, f"'{name}'", address, address, table.shape, table.dtype.name))
+def reduce_in_place(engine: native.Engine, name: str, label: str, array: np.ndarray[Any, Any], op: str = "sum") -> None:
+    """Reduce an array of NumPy over the workers; waits for them."""
+    address = [array.ctypes.data]
+    engine.run(native.Request("allreduce", name, label, address, address, array.shape, array.dtype.name, op))

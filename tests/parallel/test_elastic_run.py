@@ -167,7 +167,7 @@ class Told:
 def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
     """A newcomer may have come while the program prepared; nobody tells of it again."""
     line = Told((1, int(elastic.HostUpdateResult.added)) if rank == size - 1 else None)
-    monkeypatch.setattr(process.current(), "line", line)
+    monkeypatch.setattr(process.current(), "control", line)
     state = Traced(step=0)
 
     @elastic.run
@@ -194,7 +194,7 @@ class Late(Told):
 
 def test_an_update_that_comes_while_a_world_forms_counts(rank, size, monkeypatch):
     """The first commit in that world acts on it, also where only one worker was told."""
-    monkeypatch.setattr(process.current(), "line", Late() if rank == size - 1 else Told())
+    monkeypatch.setattr(process.current(), "control", Late() if rank == size - 1 else Told())
     state = Traced(step=0, steps=[])
 
     @elastic.run
@@ -246,7 +246,7 @@ def test_a_loss_after_an_update_that_skips_the_sync(rank, size, where):
 def test_the_launcher_is_told_of_timeouts(error, has_given_up, cause, rank, size, monkeypatch):
     """It kills at once who stands still then; the stall shutdown time is one, too."""
     line = Told()
-    monkeypatch.setattr(process.current(), "line", line)
+    monkeypatch.setattr(process.current(), "control", line)
     monkeypatch.setattr(process.Process, "has_given_up", property(lambda self: has_given_up and line.cause == ""))
 
     @elastic.run

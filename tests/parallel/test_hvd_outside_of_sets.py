@@ -155,11 +155,11 @@ def test_who_is_outside_may_be_a_member_in_the_next_world(dynamic, rank, size, k
     registered = process_sets._registry().sets[few.process_set_id]
     for members in ([0], [size - 1], [0]):
         # What another world of all does: the set has the same part of this process, and other workers.
-        process.current()._inner.remove(registered.member)
+        process.current().sets.remove(registered.member)
         process.current().member.keep_arenas(registered.member)
         registered.member.leave("the world has changed")
         registered.member._ranks, few._ranks = tuple(members), members
-        process.current().join_inner(members, few.process_set_id, registered.member)
+        process.current().join_set(members, few.process_set_id, registered.member)
         before = weights(net)
         backward(net, [batch_of(rank)])
         trainer.step(BATCH)

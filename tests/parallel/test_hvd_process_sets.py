@@ -14,7 +14,7 @@ from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.store import divergence
 from kvstore_hvd.world import process
-from kvstore_hvd.world.member import InnerMember
+from kvstore_hvd.world.member import SetMember
 from support.arrays import assert_same_bits, contribution, sum_of_ranks
 from support.gluon import array, backward, mlp, samples, weights
 from support.joinables import Counter
@@ -141,7 +141,7 @@ def test_a_set_with_a_rank_that_does_not_exist_any_more(dynamic, rank, size):
     """As when its last member has left an elastic job: nobody waits for it, and the set says so when it is used."""
     registry, gone = process_sets._registry(), hvd.ProcessSet([0, size])
     number = registry.next_number
-    entry = process_sets._Registered(number, InnerMember([0, size], number), gone)
+    entry = process_sets._Registered(number, SetMember([0, size], number), gone)
     gone._registered = registry.sets[number] = entry
     registry.next_number += 1
     process_sets.rejoin()
@@ -154,7 +154,7 @@ def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monke
     """All workers raise the same error, and the set can be added afterwards."""
     if size < 2:
         pytest.skip("needs two workers")
-    join = InnerMember.join_inside
+    join = SetMember.join_within
 
     def join_and_fail(member, *arguments):
         join(member, *arguments)
@@ -166,7 +166,7 @@ def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monke
         rf"\[rank {rank}/{size}\] process set .* could not be made\.\n  rank 1: OSError: .*no memory is left\n  Fix: "
     )
     with monkeypatch.context() as patched:
-        patched.setattr(InnerMember, "join_inside", join_and_fail)
+        patched.setattr(SetMember, "join_within", join_and_fail)
         with pytest.raises(kvstore_hvd.errors.LaunchError, match=text):
             hvd.add_process_set(few)
     assert few.process_set_id is None

@@ -148,7 +148,7 @@ def test_what_a_program_keeps_of_a_world_does_not_keep_the_world(rank, size, no_
             request = native.Request("allreduce", "prepared", "'prepared'", where, where, array.shape, "float64")
             prepared = engine.prepare(request, array, array)
             assert (prepared() == size * (size + 1) / 2).all()
-            kept += [prepared, engine, process.current().member.arena, process.current().member.used_adapter]
+            kept += [prepared, engine, process.current().member.arena, process.current().member.adapter]
             if number % 2:  # a lost world
                 kvstore_hvd.barrier()
                 engine.abort("the test says so")

@@ -44,7 +44,7 @@ def ordered_sum(parts: list[Array]) -> Array:
 
 def by_host(parts: list[Array], ranks: Sequence[int] | None = None) -> list[list[Array]]:
     """Return what these ranks of the present world (all, if not given) contribute, in a list for each host."""
-    place = process.current().last_place
+    place = process.current().last_topology
     ranks = range(len(parts)) if ranks is None else ranks
     if place is None or place.size <= max(ranks):  # the parts are of no world of this process
         return [parts]

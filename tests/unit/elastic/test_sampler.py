@@ -16,7 +16,7 @@ from kvstore_hvd.errors import InvalidRequestError
 @pytest.fixture
 def place(monkeypatch):
     """Return a function that makes this process one worker of a world."""
-    topology = SimpleNamespace(rank=0, size=1, speaker={"rank": 0, "size": 1})
+    topology = SimpleNamespace(rank=0, size=1, prefix={"rank": 0, "size": 1})
     # Only for the sampler: MXNet may be imported meanwhile.
     monkeypatch.setattr(module, "process", SimpleNamespace(current=lambda: SimpleNamespace(topology=topology)))
 

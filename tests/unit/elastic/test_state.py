@@ -284,7 +284,7 @@ def test_a_state_that_raises_does_not_end_who_listens_to_the_launcher(monkeypatc
 
     line = SimpleNamespace(on_update=None, update=(1, HostUpdateResult.added))
     process.current().init()
-    monkeypatch.setattr(process.current(), "line", line)
+    monkeypatch.setattr(process.current(), "control", line)
     manager = NotificationManager()
     manager.init()
     manager.register_listener(Broken(lambda value: value, lambda: 0))

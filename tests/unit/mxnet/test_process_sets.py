@@ -101,7 +101,7 @@ def test_a_copied_scale_is_as_exact_as_the_original_in_every_world():
     trainer = DistributedTrainer.__new__(DistributedTrainer)
     with pytest.raises(AttributeError, match="has no attribute '_amp_original_scale'"):
         trainer._amp_original_scale  # noqa: B018
-    topology = SimpleNamespace(size=49, is_outside=False)
+    topology = SimpleNamespace(size=49, is_member=True)
     vars(trainer).update(_world=SimpleNamespace(topology=topology), _process_set=None, _scale=Scale(1.0, 1))
     assert trainer._scale == 1 / 49
     trainer._amp_original_scale = trainer._scale

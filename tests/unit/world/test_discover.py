@@ -49,9 +49,9 @@ def test_places_on_hosts_of_unequal_size():
     assert [t.local_size for t in seen] == [2, 3, 2, 3, 3]
     assert [t.cross_rank for t in seen] == [0, 1, 0, 1, 0]
     assert [t.cross_size for t in seen] == [2, 2, 2, 2, 1]
-    assert (seen[3].local_ranks, seen[3].host, seen[3].host_count) == ((1, 3, 4), "b", 2)
+    assert (seen[3].local_ranks, seen[3].host, seen[3].host_count) == ([1, 3, 4], "b", 2)
     topology = Topology.of(0, hosts("a", "a'", "a", "a'"), source="mpi")  # two hosts of one name
-    assert (topology.hosts, topology.local_ranks) == (("a", "a#2", "a", "a#2"), (0, 2))
+    assert (topology.hosts, topology.local_ranks) == (("a", "a#2", "a", "a#2"), [0, 2])
 
 
 @pytest.mark.parametrize(

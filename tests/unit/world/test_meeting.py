@@ -27,7 +27,7 @@ def worlds(size, secret=b"s" * 32):
     return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in range(size)]
 
 
-def memory(told=()):
+def memory(payloads=()):
     return os.memfd_create("test", os.MFD_CLOEXEC)
 
 
@@ -37,8 +37,8 @@ def pool():
         yield executor
 
 
-def start(pool, world, create=memory, timeout_s=LONG_S, version="", tell=""):
-    return pool.submit(share_segment, world, create, version=version, tell=tell, timeout_s=timeout_s)
+def start(pool, world, create=memory, timeout_s=LONG_S, version="", payload=""):
+    return pool.submit(share_segment, world, create, version=version, payload=payload, timeout_s=timeout_s)
 
 
 def connect(name, kind=socket.SOCK_SEQPACKET):
@@ -70,7 +70,7 @@ def test_all_ranks_get_the_same_memory(pool, size):
         calls.append(told)
         return memory()
 
-    futures = [start(pool, world, create, tell=f"of {rank} é") for rank, world in enumerate(worlds(size))]
+    futures = [start(pool, world, create, payload=f"of {rank} é") for rank, world in enumerate(worlds(size))]
     descriptors = [future.result(LONG_S) for future in futures]
     assert len(set(descriptors)) == size
     assert not any(os.get_inheritable(fd) for fd in descriptors)

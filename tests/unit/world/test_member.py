@@ -8,7 +8,7 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError, PeerLostError
 from kvstore_hvd.world import member as member_module
 from kvstore_hvd.world import process
-from kvstore_hvd.world.member import InnerMember, Member
+from kvstore_hvd.world.member import Member, SetMember
 from kvstore_hvd.world.stall import StallInspector
 from kvstore_hvd.world.topology import Host, Topology, World
 from support.fake_native import FakeAdapter, FakeConnection, fake_world
@@ -107,7 +107,7 @@ def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
     assert caught.value is interruption
     reason = "it was interrupted while it left: KeyboardInterrupt"
     assert fake.left == (["", reason] if where == "afterwards" else [reason])
-    assert not mine.is_initialized
+    assert not process.everybody.is_initialized
     assert mine.leave() is None
 
 
@@ -116,7 +116,7 @@ def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(fake, voided, is_
     """A word about an earlier one, which came late, changes nothing."""
     mine = process.current()
     mine.member.world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
-    mine._on_void(voided, "worker 1 died")
+    mine._on_lost(voided, "worker 1 died")
     assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
 
 
@@ -126,16 +126,16 @@ def test_who_is_interrupted_as_it_leaves_a_world_inside_leaves_all(fake, interru
     members = [_Inner(), _Inner()]
     members[interrupted]._lost = KeyboardInterrupt()
     mine = process.current()
-    mine._inner = members
+    mine.sets = members
     with pytest.raises(KeyboardInterrupt):
         mine.leave()
     reason = "it was interrupted while it left: KeyboardInterrupt"
     assert [member.reasons[-1] for member in members] == [reason] * 2
     assert fake.left == [reason]
-    assert not mine.is_initialized
+    assert not process.everybody.is_initialized
 
 
-class _Inner(InnerMember):
+class _Inner(SetMember):
     """A world inside that is left with an error to tell, or cannot be left in good order."""
 
     def __init__(self, unread=None, lost=None):
@@ -168,7 +168,7 @@ FIRST, SECOND, LOST = MismatchError("the first"), MismatchError("the second"), P
 def test_the_first_error_is_raised_and_the_others_are_logged(members, raised, logged, caplog):
     mine = process.Process()
     with caplog.at_level(logging.ERROR, "kvstore_hvd"):
-        mine._inner = members
-        assert mine._leave_all_inner("") is raised
+        mine.sets = members
+        assert mine._leave_sets("") is raised
     assert [member.reasons for member in members] == [[""]] * len(members)
     assert [record.getMessage().rpartition("\n")[2] for record in caplog.records] == logged

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore_hvd.base.channel import Channel
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.world.worker_line import WorkerLine
+from kvstore_hvd.world.control import ControlConnection
 from support.patience import patient
 
 SECRET = b"s" * 32
@@ -75,8 +75,8 @@ def daemon():
 def line(daemon, monkeypatch):
     """The line; its loss is noted instead of ending the tests."""
     ended = threading.Event()
-    monkeypatch.setattr(WorkerLine, "_end", lambda self, error: ended.set())
-    made = WorkerLine(daemon.name, SECRET, 7)
+    monkeypatch.setattr(ControlConnection, "_end", lambda self, error: ended.set())
+    made = ControlConnection(daemon.name, SECRET, 7)
     daemon.accept()
     yield made
     daemon.worker.close()
@@ -96,7 +96,7 @@ def test_the_first_world_of_a_new_job(daemon, line):
     assert is_real
     assert (world.topology.rank, world.topology.size, world.topology.generation) == (1, 3, 0)
     assert (world.topology.local_rank, world.topology.source) == (2, "launcher")
-    assert world.topology.local_ranks == (0, 2, 1)
+    assert world.topology.local_ranks == [0, 2, 1]
     assert (world.job, world.secret, world.lost()) == ("job", SECRET, "")
     assert daemon.take()["t"] == "enter"
     line.joined(world)
@@ -123,8 +123,8 @@ def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon, line):
     daemon.world(1)
     daemon.send("void", generation=1, text="worker 3 was killed")
     until(first.lost)
-    assert line.void(0) == line.void(1) == first.lost() == "worker 3 was killed"  # and so are those before it
-    assert line.void(2) == ""
+    assert line.why_lost(0) == line.why_lost(1) == first.lost() == "worker 3 was killed"  # and so are those before it
+    assert line.why_lost(2) == ""
     threading.Timer(0.05, daemon.world, [2]).start()
     assert line.next_world("lost", "").topology.generation == 2
     ready = {"t": "ready", "generation": 1, "cause": "meeting", "text": "worker 3 was killed", "unreached": []}
@@ -180,8 +180,8 @@ def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon, line):
 
 PROGRAM = """
 import os, sys, time
-from kvstore_hvd.world.worker_line import WorkerLine
-line = WorkerLine(sys.argv[1], b"s" * 32, 0)
+from kvstore_hvd.world.control import ControlConnection
+line = ControlConnection(sys.argv[1], b"s" * 32, 0)
 child = os.fork()
 if child == 0:
     time.sleep(60)
@@ -209,4 +209,6 @@ def test_a_worker_ends_without_its_line(daemon, full_pipe, how):
     if how == "refused":
         assert b"lost: another process has called init(). This process ends." in said
     elif how == "closed":
-        assert b"the line to the daemon of this job is lost: the other side closed the connection." in said
+        assert (
+            b"the control connection to the daemon of this job is lost: the other side closed the connection." in said
+        )

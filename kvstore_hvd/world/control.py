@@ -1,9 +1,9 @@
 """A worker's control connection to the launcher of an elastic job, or of a static job on several hosts.
 
 The launcher gives out the worlds of a job, one after the other; a static job has one. The daemon that started the
-worker forwards the messages. A thread receives them: it queues the worker's place in the next world, and reports at
-once that the present world is lost, or that workers come or go. A worker without a control connection is unsupervised,
-and ends.
+worker forwards the messages. A thread receives them: it queues the worker's rank in the next world, and reports at once
+that the present world is lost, or that workers come or go. A worker without its control connection is unsupervised, and
+ends.
 """
 
 from __future__ import annotations
@@ -25,27 +25,25 @@ from kvstore_hvd.world.links import own_addresses
 from kvstore_hvd.world.topology import Host, Topology, World, virtual_hosts
 
 
-class WorkerLine:
+class ControlConnection:
     """The control connection of this process. Any thread may call its methods."""
 
     def __init__(self, daemon: str, secret: bytes, worker: int) -> None:
         #: Called when a generation is lost, with it and the reason. From another thread, as the next one.
-        self.on_void: Callable[[int, str], None] = lambda generation, text: None
+        self.on_lost: Callable[[int, str], None] = lambda generation, text: None
         #: Called when workers are to come or go, with a number that grows and a `HostUpdateResult`.
         self.on_update: Callable[[int, int], None] = lambda number, result: None
         self._secret, self._worker, self._test_hosts = secret, worker, config().test_hosts
         self._pid = os.getpid()
         self._channel = Channel(_connected(daemon), TO_WORKER)
         self._lock = threading.Lock()  # of senders; one thread may receive meanwhile
-        self._writable = select.poll()
-        self._writable.register(self._channel, select.POLLOUT)
-        self._places: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._worlds: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._generation = -1  # of the latest world that was given out
-        self._void: tuple[int, str] = (-1, "")  # the latest one that is lost, and why
+        self._lost = -1, ""  # the latest generation that is lost, and why
         self._number, self._result = 0, 0  # of the latest update
         self._number_then = 0  # as the present world was given out
-        os.register_at_fork(after_in_child=self._after_fork_in_child)
-        threading.Thread(target=self._listen, name="kvstore_hvd-line", daemon=True).start()
+        os.register_at_fork(after_in_child=self._channel.close)
+        threading.Thread(target=self._listen, name="kvstore_hvd-control", daemon=True).start()
 
     # -- Worlds -------------------------------------------------------------------------------------------------------
 
@@ -53,30 +51,30 @@ class WorkerLine:
         """The first world, once all workers of a new job have come; in a static job those with these ranks."""
         here = Host.here()
         about = {"host": [here.name, here.identity], "pid": os.getpid(), "ranks": list(ranks)}
-        self._send({"t": "enter", **about, "addresses": own_addresses() if config().hosts else []})
+        self._send("enter", **about, addresses=own_addresses() if config().hosts else [])
         answer = self._take()
         return self._world(answer), answer["t"] == "world"
 
     def next_world(self, cause: str, text: str, unreached: Sequence[int] = ()) -> World:
         """Wait for the next world, after the present one was lost or left, or these ranks of it were not reached."""
-        self._ready(self._generation, cause, text, unreached)
+        self._send("ready", generation=self._generation, cause=cause, text=text, unreached=list(unreached))
         return self._world(self._take())
 
     def joined(self, world: World) -> None:
         """Report that the workers of a world have met."""
-        self._send({"t": "joined", "generation": world.topology.generation})
+        self._send("joined", generation=world.topology.generation)
 
     def synced(self) -> None:
         """Report that this worker has the state of the training, and could broadcast it."""
-        self._send({"t": "synced", "generation": self._generation})
+        self._send("synced", generation=self._generation)
 
     def finished(self) -> None:
         """Report the end of training on this worker: it needs no replacement."""
-        self._send({"t": "finished"})
+        self._send("finished")
 
-    def void(self, generation: int) -> str:
+    def why_lost(self, generation: int) -> str:
         """Why a generation is lost; empty as long as it is not."""
-        lost, text = self._void
+        lost, text = self._lost
         return text if generation <= lost else ""
 
     @property
@@ -86,52 +84,44 @@ class WorkerLine:
 
     def _take(self) -> dict[str, Any]:
         while True:
-            answer = self._places.get()  # the launcher has deadlines; without it `_end` ends this process
+            answer = self._worlds.get()  # the launcher has deadlines; without it `_end` ends this process
             if answer["t"] == "fail":
                 fact = f"the job ends: {answer['text']}"
                 raise LaunchError(message(fact, operation="worker", name=str(self._worker), fix=answer["fix"]))
             if answer["t"] == "leave":
                 log.logger.info("this worker is not needed any more: %s", answer["text"])
                 raise SystemExit(0)
-            if answer["t"] == "place":
+            if answer["t"] == "place" or not (text := self.why_lost(answer["generation"])):
                 return answer
-            text = self.void(answer["generation"])
-            if not text:
-                return answer
-            # The world was lost before this worker joined it: the launcher waits for it to ask for the next one.
-            self._ready(answer["generation"], "meeting", text)
-
-    def _ready(self, generation: int, cause: str, text: str, unreached: Sequence[int] = ()) -> None:
-        about = {"generation": generation, "cause": cause, "text": text}
-        self._send({"t": "ready", **about, "unreached": list(unreached)})
+            # The world was lost before this worker joined it: the launcher waits for its request for the next one.
+            self._send("ready", generation=answer["generation"], cause="meeting", text=text, unreached=[])
 
     def _world(self, answer: dict[str, Any]) -> World:
         generation = answer.get("generation", -1)
         hosts = [Host(name, identity) for name, identity in answer["hosts"]]
-        places = answer["places"]
+        more = {"generation": generation, "pids": tuple(answer["pids"]), "local_rank_of": answer["places"]}
         if self._test_hosts:
-            hosts, places = virtual_hosts(hosts, self._test_hosts), ()
-        topology = Topology.of(
-            answer["rank"], hosts, generation=generation, source="launcher", places=places, pids=answer["pids"]
-        )
+            hosts, more["local_rank_of"] = virtual_hosts(hosts, self._test_hosts), ()
         return World(
-            topology,
+            Topology.of(answer["rank"], hosts, source="launcher", **more),
             answer.get("job", ""),
             self._secret,
-            lost=lambda: self.void(generation),
+            lost=lambda: self.why_lost(generation),
             meeting=generation,
             addresses=tuple(map(tuple, answer["addresses"])),
         )
 
     # -- The connection -----------------------------------------------------------------------------------------------
 
-    def _send(self, text: dict[str, Any]) -> None:
+    def _send(self, kind: str, **fields: Any) -> None:
         if self._pid != os.getpid():
             return  # a forked child
         with self._lock:
-            self._channel.send(text)
+            self._channel.send({"t": kind, **fields})
             while self._channel.wants_to_write:
-                self._writable.poll(1000)
+                writable = select.poll()
+                writable.register(self._channel, select.POLLOUT)
+                writable.poll(1000)
                 self._channel.flush()
 
     def _listen(self) -> None:
@@ -146,63 +136,60 @@ class WorkerLine:
             if self._pid == os.getpid():
                 self._end(error)
 
-    def _on_message(self, text: dict[str, Any]) -> None:
-        kind = text["t"]
+    def _on_message(self, received: dict[str, Any]) -> None:
+        kind = received["t"]
         if kind == "refused":
-            raise ChannelError(text["text"])
+            raise ChannelError(received["text"])
         if kind == "void":
-            self._void = max(self._void, (text["generation"], text["text"]))
-            self.on_void(text["generation"], text["text"])
+            lost = received["generation"], received["text"]
+            self._lost = max(self._lost, lost)
+            self.on_lost(*lost)
         elif kind == "updated":
-            self._number, self._result = text["number"], text["result"]
+            self._number, self._result = received["number"], received["result"]
             self.on_update(self._number, self._result)
         else:
             if kind == "world":
-                self._generation, self._number_then = text["generation"], self._number
-            self._places.put(text)
+                self._generation, self._number_then = received["generation"], self._number
+            self._worlds.put(received)
 
     def _end(self, error: Exception) -> None:
         """End the process: it must not train on beside a job that goes on without it."""
-        end_by_force(f"the line to the daemon of this job is lost: {error} This process ends.")
-
-    def _after_fork_in_child(self) -> None:
-        self._channel.close()
+        end_by_force(f"the control connection to the daemon of this job is lost: {error} This process ends.")
 
 
 def _connected(daemon: str) -> socket.socket:
     """A socket to the daemon of this job, which knows its workers by their processes."""
     fix = "start with kvhvdrun; a process that a worker started cannot take its place."
-    line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        line.connect(f"\0{daemon}")
+        made.connect(f"\0{daemon}")
     except OSError as error:
-        line.close()
+        made.close()
         raise LaunchError(message(f"the daemon of the job does not answer: {error}.", fix=fix)) from None
-    user = peer_process(line)[1]
+    user = peer_process(made)[1]
     if user != os.geteuid() and 0 not in (user, os.geteuid()):  # root: by sudo, one of the two may be another user
-        line.close()
+        made.close()
         raise LaunchError(message(f"user {user} answers in place of the daemon of the job.", fix=fix))
-    return line
+    return made
 
 
-_current: WorkerLine | None = None
+_current: ControlConnection | None = None
 _lock = threading.Lock()
 
 
-def current_line() -> WorkerLine | None:
+def control_connection() -> ControlConnection | None:
     """The control connection of this process; None unless it is a worker of an elastic job."""
     known = config()
-    return None if not known.daemon or known.worker is None else _line(known.worker)
+    return None if not known.daemon or known.worker is None else _of(known.worker)
 
 
 def meet(rank: int, ranks: Sequence[int]) -> World:
     """The world of these ranks of a static job on several hosts. Collective over them."""
-    return _line(rank).enter(ranks)[0]
+    return _of(rank).enter(ranks)[0]
 
 
-def _line(worker: int) -> WorkerLine:
+def _of(worker: int) -> ControlConnection:
     global _current
     with _lock:
-        if _current is None:
-            _current = WorkerLine(config().daemon, config().secret, worker)
+        _current = _current or ControlConnection(config().daemon, config().secret, worker)
         return _current
