@@ -58,12 +58,6 @@ def _choice(*names: str) -> Any:
     return _parser("one of " + ", ".join(names), str.lower, lambda name: name in names)
 
 
-def _placed(text: str) -> str:
-    for number in text.split("/" if "/" in text else ","):
-        _count(number)
-    return text
-
-
 _text = str
 _seconds = _parser("a number of seconds above 0, at most 1e8", float, lambda value: 0 < value <= _LONGEST_S)
 _seconds_or_off = _parser("a number of seconds, 0 (off) to 1e8", float, lambda value: 0 <= value <= _LONGEST_S)
@@ -73,8 +67,7 @@ _mebibytes = _parser("a whole number, 2 to 4096", int, lambda value: 2 <= value 
 _flag = _parser("0 or 1", lambda text: _FLAGS[text.lower()])
 _secret = _parser("at least 32 hexadecimal digits", bytes.fromhex, lambda value: len(value) >= 16)
 _level = _parser("one of trace, debug, info, warning, error, fatal", lambda text: _LOG_LEVELS[text.lower()])
-_cores = _parser("numbers of cores with commas between them", lambda text: tuple(map(_count, text.split(","))))
-_placement = _parser("2 (hosts), 2,1 (ranks of each) or 0/1/0 (host of each rank)", _placed)
+_counts = _parser("whole numbers with commas between them", lambda text: tuple(map(_count, text.split(","))))
 
 
 class _Knob:
@@ -207,7 +200,7 @@ class Config:
     # Instruction set of the reduction kernels: auto, scalar, avx2, avx512.
     simd: str = _knob(_choice("auto", "scalar", "avx2", "avx512"), "auto", "KVHVD_SIMD")
     # Cores for the communication threads, one for each worker of this host, with commas between them.
-    thread_affinity: tuple[int, ...] = _knob(_cores, (), "KVHVD_THREAD_AFFINITY", "HOROVOD_THREAD_AFFINITY")
+    thread_affinity: tuple[int, ...] = _knob(_counts, (), "KVHVD_THREAD_AFFINITY", "HOROVOD_THREAD_AFFINITY")
     # 1: gradients of Gluon's parameters live in memory that workers share.
     zero_copy: bool = _knob(_flag, True, "KVHVD_ZERO_COPY")
     # MiB of address space for a worker's gradients in shared memory; 0: as much as the machine has memory.
@@ -259,7 +252,7 @@ class Config:
     # Set by kvhvdrun: secret of the job, in hexadecimal.
     secret: bytes = _knob(_secret, b"", "KVHVD_SECRET", hidden=True)
     # For tests: splits the workers of one host into virtual hosts.
-    test_hosts: str = _knob(_placement, "", "KVHVD_TEST_HOSTS")
+    test_hosts: tuple[int, ...] = _knob(_counts, (), "KVHVD_TEST_HOSTS")
     # Set by kvhvdrun: number of the world, counted from 0.
     generation: int = _knob(_count, 0, "KVHVD_GENERATION")
     # Set by kvhvdrun: number of this worker in an elastic job.

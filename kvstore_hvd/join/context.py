@@ -350,7 +350,7 @@ class Join:
             return False
         who = str(error).partition("]")[0]  # see `Topology.prefix`
         worlds = [each for each in process.current().worlds_within(self._world) if each is not self._world]
-        sets = [each.topology.process_set.number for each in worlds if each.topology.process_set is not None]
+        sets = [each.topology.set_number for each in worlds if each.topology.set_number]
         return not any(re.search(rf"process set {number}\b", who) for number in sets)
 
     def _submit(self, name: str, value: int) -> tuple[native.Work, Any]:

@@ -220,7 +220,7 @@ def _broadcast_bytes(
     table = world.all_rows(call.operation, wire_name(NAMESPACE, name), f"'{name}'", row)
     if refusal is not None:
         raise refusal
-    roots = [f"root {call.topology.rank_of_all(rank)}" for rank in table[:, 0].tolist()]
+    roots = [f"root {call.topology.all_ranks[rank]}" for rank in table[:, 0].tolist()]
     call.compare(name, "the root", roots, "name the same root everywhere.")
     refusing = np.flatnonzero(table[:, 2])
     if refusing.size:

@@ -7,9 +7,9 @@ The source is chosen once, in this order, and logged:
 3. MPI, when the variables of an MPI launcher ask for more than one rank, or the program has initialised mpi4py;
 4. none of them: a world of one.
 
-MPI is loaded but not initialised until its vendor has been compared with the launcher's: an MPI under the launcher of
-another MPI may abort the process inside MPI_Init, or start as a world of one. Then all ranks wait for each other, with
-a deadline, and exchange their hosts and processes, and take over rank 0's secret.
+MPI is initialised after its vendor has been compared with the launcher's: an MPI under the launcher of another MPI may
+abort the process inside MPI_Init, or start as a world of one. Then all ranks wait for each other, with a deadline,
+exchange their hosts and processes, and take over rank 0's secret.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ def discover(comm: Any = None) -> World:
     """Find this process's world. Collective over the ranks of the world when MPI is the source."""
     known = config()
     ranks, communicator = _split(comm)
-    is_launched = known.rank is not None or known.size is not None
-    if is_launched and communicator is not None and communicator.Get_size() <= 1 and (known.size or 0) > 1:
+    has_mpi = initialised_mpi() is not None or (known.mpi_launch is not None and known.mpi_launch.size != 1)
+    world: World | None = None
+    if communicator is not None and communicator.Get_size() <= 1 and (known.size or 0) > 1:
         fact = f"kvhvdrun started {known.size} workers without MPI: the communicator given to init() has size 1."
         fix = "call init() without comm (or with a list of ranks), or start with mpirun."
         raise LaunchError(message(fact, fix=fix))
-    has_mpi = initialised_mpi() is not None or (known.mpi_launch is not None and known.mpi_launch.size != 1)
-    world: World | None = None
-    if is_launched and communicator is None:
+    if communicator is None and (known.rank is not None or known.size is not None):
         world = _launcher_world(known, ranks)
     elif communicator is not None or has_mpi:
         world = _mpi_world(known.mpi_launch, communicator, ranks)
@@ -74,8 +73,8 @@ def discover(comm: Any = None) -> World:
     log.set_rank(topology.rank, topology.size)
     if topology.rank == 0:
         tell_unused()
-    place = f"rank {topology.rank} of {topology.size}, local rank {topology.local_rank} of {topology.local_size}"
-    log.logger.info("%s on %s, found by %s", place, topology.host, _SOURCES[topology.source])
+    who = f"rank {topology.rank} of {topology.size}, local rank {topology.local_rank} of {topology.local_size}"
+    log.logger.info("%s on %s, found by %s", who, topology.host, _SOURCES[topology.source])
     return world
 
 
@@ -127,10 +126,9 @@ def _launcher_world(known: Config, ranks: tuple[int, ...] | None) -> World | Non
             job += "." + hashlib.sha256(repr(chosen).encode()).hexdigest()[:16]
     if known.hosts:
         return dataclasses.replace(meet(rank, chosen), job=job)
-    hosts = [Host.here()] * len(chosen)
-    return World(
-        Topology.of(chosen.index(rank), hosts, generation=known.generation, source="launcher"), job, known.secret
-    )
+    hosts, generation = [Host.here()] * len(chosen), known.generation
+    topology = Topology.of(chosen.index(rank), hosts, generation=generation, source="launcher")
+    return World(topology, job, known.secret)
 
 
 # -- MPI ------------------------------------------------------------------------------------------------------------
@@ -189,9 +187,8 @@ def _mpi_world(launch: MPILaunch | None, communicator: Any, ranks: tuple[int, ..
             private = None
         return World(topology, jobs[0], all_secrets[0], communicator=private)
     except mpi.Exception as error:
-        fix = "look at what the first worker that failed has printed."
-        text = message(f"MPI failed while the workers were finding each other: {error}.", fix=fix)
-        raise LaunchError(text) from error
+        fact = f"MPI failed while the workers were finding each other: {error}."
+        raise LaunchError(message(fact, fix="look at what the first worker that failed has printed.")) from error
 
 
 def _unlink_files_of_mpich() -> None:
@@ -241,10 +238,8 @@ def warn_beside(topology: Topology) -> None:
     mpi = initialised_mpi()
     if topology.source != "launcher" or topology.rank != 0 or mpi is None or mpi.COMM_WORLD.size >= topology.size:
         return
-    fact = (
-        f"the program uses mpi4py, whose MPI.COMM_WORLD has size {mpi.COMM_WORLD.size} here, while kvhvdrun has "
-        f"started {topology.size} workers: what MPI broadcasts or reduces stays in this process."
-    )
+    fact = f"the program uses mpi4py, whose MPI.COMM_WORLD has size {mpi.COMM_WORLD.size} here, while kvhvdrun has "
+    fact += f"started {topology.size} workers: MPI's broadcasts and reductions stay in this process."
     fix = f"start with `mpirun -np {topology.size} python train.py`, or use kvstore_hvd's own operations throughout."
     log.once("mpi-beside-kvhvdrun", logging.WARNING, "%s", message(fact, **topology.prefix, fix=fix))
 
@@ -258,7 +253,14 @@ def _start(launch: MPILaunch | None) -> Any:
     mpi = initialised_mpi()
     if mpi is None:
         mpi = _load(launch)
-        _compare_vendors(mpi, launch)
+        vendor, version = mpi.get_vendor()
+        if launch is not None:
+            # Processes of an old Open MPI do not start under the launcher of a new one; the other way round they do.
+            is_old = launch.launcher == vendor == "Open MPI" and launch.version[:1] >= "5" and version[0] < 5
+            if is_old or {"Open MPI": vendor != "Open MPI", "MPICH": vendor == "Open MPI"}.get(launch.launcher, False):
+                asked = f"{launch.size} workers were" if launch.size != 1 else "1 worker was"
+                fact = f"{asked} started by the mpirun of another MPI than the one that mpi4py loads."
+                raise _other_mpi(mpi, launch, fact)
         if mpi.Is_finalized():
             raise LaunchError(message("MPI was finalised before init().", fix="call init() before MPI.Finalize()."))
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
@@ -266,8 +268,7 @@ def _start(launch: MPILaunch | None) -> Any:
         finalise_mpi_at_exit(mpi)
     else:
         end_children_without_mpi()
-    size = mpi.COMM_WORLD.size
-    if launch is not None and launch.size is not None and launch.size > 1 and size == 1:
+    if launch is not None and launch.size is not None and launch.size > 1 and mpi.COMM_WORLD.size == 1:
         raise _other_mpi(mpi, launch, f"MPI world size is 1, but the launcher asked for {launch.size}.")
     return mpi
 
@@ -294,19 +295,6 @@ def _load(launch: MPILaunch | None) -> Any:
     finally:
         mpi4py.rc.initialize, mpi4py.rc.finalize = before
     return MPI
-
-
-def _compare_vendors(mpi: Any, launch: MPILaunch | None) -> None:
-    """Raise when the launcher can not be that of the loaded MPI, judged before MPI_Init."""
-    if launch is None:
-        return
-    vendor, version = mpi.get_vendor()
-    # Processes of an old Open MPI do not start under the launcher of a new one; the other way round they do.
-    too_old = launch.launcher == vendor == "Open MPI" and launch.version[:1] >= "5" and version[0] < 5
-    is_open = vendor == "Open MPI"
-    if {"Open MPI": not is_open, "MPICH": is_open}.get(launch.launcher, False) or too_old:
-        asked = f"{launch.size} workers were" if launch.size != 1 else "1 worker was"
-        raise _other_mpi(mpi, launch, f"{asked} started by the mpirun of another MPI than the one that mpi4py loads.")
 
 
 def _other_mpi(mpi: Any, launch: MPILaunch, fact: str) -> LaunchError:

@@ -1,8 +1,8 @@
-"""How a process ends, and how a forked child of it does.
+"""The end of a process, and of a forked child.
 
 Exit handlers run in the reverse order of their registration, so at the end of a process:
-1. `Process.leave_at_exit` leaves all worlds; an `ExitWatchdog` limits the time of that. It is registered anew when
-   MXNet is imported, to run before MXNet's handler.
+1. `Process.leave_at_exit` leaves all worlds; an `ExitWatchdog` limits its time. It is registered anew when MXNet is
+   imported, to run before MXNet's handler.
 2. MXNet's handler waits for MXNet's operations.
 3. The process waits for its links, which may still forward sums that other hosts need.
 4. MPI_Finalize, by our handler where the program has not loaded mpi4py. It may wait for ranks that are lost: after a
@@ -20,9 +20,11 @@ import ctypes
 import functools
 import logging
 import os
+import queue
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from kvstore_hvd import log, native
@@ -38,8 +40,14 @@ _LAST_RESORT_S = 5.0
 _LAST_WORDS_S = 1.0
 # Time between two looks at the progress of leaving.
 _LOOK_S = 0.1
+# The part of a core that a process uses at least whose MXNet computes.
+_BUSY = 0.1
+# For how many times the limit at exit MXNet may compute without an operation of this worker: other threads may be busy.
+_MOST_BUSY = 20
 # Time for MPI to end after a lost world.
 _MPI_END_S = 5.0
+
+Engines = Callable[[], Sequence["native.Engine"]]  # of all worlds that the process leaves
 
 _was_lost = False
 
@@ -64,11 +72,11 @@ def early_end(who: str = "") -> str:
 def end_by_force(text: str) -> NoReturn:
     """End this process with code 1, and with an error in the log if that can be written within a second."""
 
-    def say() -> None:
+    def write() -> None:
         log.logger.error(text)
         sys.stdout.flush()
 
-    writer = threading.Thread(target=say, name="kvstore_hvd-last-words", daemon=True)
+    writer = threading.Thread(target=write, name="kvstore_hvd-last-words", daemon=True)
     with contextlib.suppress(RuntimeError):  # no more threads
         writer.start()
         writer.join(_LAST_WORDS_S)
@@ -76,44 +84,53 @@ def end_by_force(text: str) -> NoReturn:
 
 
 class ExitWatchdog:
-    """Calls `on_expiry` when leaving makes no progress within the limit, and ends the process 5 s later."""
+    """Fails the worlds of a process that leaves them without progress, and ends the process 5 s later."""
 
     # The thread is started beforehand and sleeps until then, because Python starts no threads once it ends.
 
     def __init__(self) -> None:
-        self._limit_s = 0.0
-        self._on_expiry: Callable[[], None] = lambda: None
-        self._progress: Callable[[], object] = lambda: None
-        self._leaving = threading.Event()
-        self._left = threading.Event()
+        self._leaving: queue.SimpleQueue[tuple[float, Engines, str, bool]] = queue.SimpleQueue()
+        #: Set when the process has left: the watchdog does nothing.
+        self.left = threading.Event()
         threading.Thread(target=self._watch, name="kvstore_hvd-exit", daemon=True).start()
 
-    def leaving(self, limit_s: float, on_expiry: Callable[[], None], progress: Callable[[], object]) -> None:
-        """The process begins to leave: the time runs, and begins anew when `progress` returns something else."""
-        self._limit_s, self._on_expiry, self._progress = limit_s, on_expiry, progress
-        self._leaving.set()
-
-    def left(self) -> None:
-        """The process has left: nothing will be called."""
-        self._left.set()
+    def leaving(self, limit_s: float, engines: Engines, text: str, is_early: bool) -> None:
+        """Fail these engines with the text unless an operation completes within the limit, again and again."""
+        self._leaving.put((limit_s, engines, text, is_early))
 
     def _watch(self) -> None:
-        self._leaving.wait()
-        if self._has_left_within(self._limit_s, self._progress):
+        limit_s, engines, text, is_early = self._leaving.get()
+        busy = Deadline(_MOST_BUSY * limit_s)
+        # After an exception of the program something may be wrong with MXNet itself: no progress prolongs the limit.
+        if self._has_left_within(limit_s, lambda: None if is_early else _progress(engines(), limit_s, busy)):
             return
-        self._on_expiry()
+        for engine in engines():
+            engine.abort(text)
         if not self._has_left_within(_LAST_RESORT_S, lambda: None):
             end_by_force("this worker cannot end: an operation of MXNet does not finish. Ending it by force.")
 
     def _has_left_within(self, limit_s: float, progress: Callable[[], object]) -> bool:
         deadline, before = Deadline(limit_s), progress()
-        while not self._left.wait(min(deadline.wait_s(), _LOOK_S)):
+        while not self.left.wait(min(deadline.wait_s(), _LOOK_S)):
             now = progress()
             if now != before:
                 deadline, before = Deadline(limit_s), now
             elif deadline.left() <= 0:
                 return False
         return True
+
+
+def _progress(engines: Sequence[native.Engine], limit_s: float, busy: Deadline) -> tuple[int, float]:
+    """Changes as operations complete or wait for late workers, and while MXNet computes and none is pending."""
+    counts = [engine.counts() for engine in engines]
+    may_compute = busy.left() > 0 and not any(pending for _, pending in counts)
+    mark = int(time.process_time() / limit_s / _BUSY) if may_compute else 0.0
+    # Operations have a deadline of their own, which tells late workers that compute from stopped ones.
+    waiting = [one for engine in engines for one in engine.waiting(0.0) or ()]
+    is_late = any(not (one.announced_by_all or one.name.startswith(native.PATIENT)) for one in waiting)
+    if is_late and config().waits_at_exit:
+        mark = time.monotonic()
+    return sum(over for over, _ in counts), mark
 
 
 # -- Links and MPI --------------------------------------------------------------------------------------------------
@@ -145,7 +162,7 @@ def _end_links(with_mpi: bool) -> None:
         native.end_within(_MPI_END_S, f"kvstore_hvd error: {text}")
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def finalise_mpi_at_exit(mpi: Any) -> None:
     """Have this process call MPI_Finalize at its end, and its forked children end without that."""
     owner, libc = os.getpid(), ctypes.CDLL(None)
@@ -163,7 +180,7 @@ def finalise_mpi_at_exit(mpi: Any) -> None:
     os.register_at_fork(after_in_child=in_child)
 
 
-@functools.lru_cache(maxsize=1)
+@functools.cache
 def end_children_without_mpi() -> None:
     """Have forked children end without MPI_Finalize where the program has loaded mpi4py, which would call it there."""
     # Exit handlers are not told the exit code: `raise SystemExit(3)` of a child is not seen here.

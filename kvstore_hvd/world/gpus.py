@@ -54,16 +54,16 @@ def create_executor(engine: native.Engine | None, topology: Topology, ordinal: i
     rank, size = topology.rank, topology.size
     devices = [Device.from_text(text) for text in agreed("cannot use the GPU", lambda: _describe(ordinal))]
     activate(ordinal)
-    reach = all(json.loads(text) for text in agreed("cannot ask", lambda: json.dumps(reaches(ordinal, devices))))
+    answers = agreed("cannot ask", lambda: json.dumps(reaches(ordinal, devices)))
+    reach = all(map(json.loads, answers)) and len({device.host for device in devices}) == 1
     wish, timeout_s, staging = config().gpu_path, config().timeout_s, config().gpu_staging_mib << 20
     wishes = share(wish)
     if len(set(wishes)) > 1:
-        details = topology.listed(wishes)
-        fact = "the workers disagree on KVHVD_GPU_PATH."
-        raise LaunchError(message(fact, details=details, fix="set it alike on all workers.", **topology.prefix))
+        fact, fix = "the workers disagree on KVHVD_GPU_PATH.", "set it alike on all workers."
+        raise LaunchError(message(fact, details=topology.listed(wishes), fix=fix, **topology.prefix))
     # A world of one sends nothing: kernels copy and scale.
     alone = size == 1 and wish != "nccl"
-    path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish, OLDEST)
+    path, reason = ("kernels", "there is one worker") if alone else choose_path(devices, reach, wish)
     _log_path(path, reason, devices)
     if path == "nccl":
         unique_id = agreed("cannot start NCCL", lambda: library().unique_id() if rank == 0 else "")[0]
@@ -81,8 +81,7 @@ def create_executor(engine: native.Engine | None, topology: Topology, ordinal: i
                 executor.abort()
                 executor.close()
             raise
-        is_one_host = len({device.host for device in devices}) == 1
-        if wish == "auto" and reach and size <= MAX_RANKS and is_one_host and not shared(devices):
+        if wish == "auto" and reach and size <= MAX_RANKS and not shared(devices):
             stream = made[0].stream
             try:
                 made[0].small = RingExecutor(rank, devices, ordinal, _SMALL_STAGING, timeout_s, share, stream)
@@ -101,20 +100,15 @@ def create_executor(engine: native.Engine | None, topology: Topology, ordinal: i
     return StagedExecutor(engine, rank, ordinal, timeout_s)
 
 
-def choose_path(devices: Sequence[Device], reach: bool, wish: str, oldest_nccl: int) -> tuple[str, str]:
+def choose_path(devices: Sequence[Device], reach: bool, wish: str) -> tuple[str, str]:
     """The path of a world's arrays, and the reason; the same on all workers."""
-    users = shared(devices)
-    against_nccl = ""
-    if users:
-        uuid, ranks = next(iter(users.items()))
-        listed = ", ".join(map(str, ranks))
-        against_nccl = f"ranks {listed} share one GPU ({devices[ranks[0]].name}, UUID {uuid}), which NCCL refuses"
-    elif min(device.nccl for device in devices) < oldest_nccl:
-        rank = min(range(len(devices)), key=lambda r: devices[r].nccl)
-        against_nccl = f"rank {rank} has no NCCL {oldest_nccl // 10000}.{oldest_nccl // 100 % 100} or newer"
-    is_one_host = len({device.host for device in devices}) == 1
-    against_kernels = "" if is_one_host and reach else "not all GPUs reach each other's memory"
-    against = {"nccl": against_nccl, "kernels": against_kernels, "staged": ""}
+    against = {"nccl": "", "kernels": "" if reach else "not all GPUs reach each other's memory", "staged": ""}
+    oldest = min(range(len(devices)), key=lambda rank: devices[rank].nccl)
+    for uuid, ranks in shared(devices).items():
+        listed, name = ", ".join(map(str, ranks)), devices[ranks[0]].name
+        against["nccl"] = against["nccl"] or f"ranks {listed} share one GPU ({name}, UUID {uuid}), which NCCL refuses"
+    if not against["nccl"] and devices[oldest].nccl < OLDEST:
+        against["nccl"] = f"rank {oldest} has no NCCL {OLDEST // 10000}.{OLDEST // 100 % 100} or newer"
     if wish != "auto":
         if against[wish]:
             fact = f"KVHVD_GPU_PATH={wish} is not possible: {against[wish]}."

@@ -7,8 +7,8 @@ milliseconds beside a busy program.
 How hosts connect by TCP: every worker listens on a port of its own, and the launcher gives all workers the addresses
 of all. Of two hosts, the later one calls the earlier one. Both ends prove by HMAC-SHA256 over fresh nonces of both that
 they know the job's secret. The proof names the world and both hosts, so a connection of one world never serves another.
-A caller that has proved nothing is a stranger: each has a thread of its own and a few seconds, and past 64 strangers
-the oldest connection is closed.
+A stranger is a caller that has proved nothing: it has a thread of its own and a few seconds, and past 64 strangers the
+oldest connection is closed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from kvstore_hvd import log, native
 from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import HorovodInternalError, LaunchError, message
-from kvstore_hvd.world.meeting import MAC_BYTES, NONCE_BYTES, accept, check_wanted, mac
+from kvstore_hvd.world.meeting import MAC_BYTES, NONCE_BYTES, POLL_S, accept, check_wanted, mac
 from kvstore_hvd.world.topology import FIX_OF_LATE, World
 
 _FUNCTIONS = ("MPI_Isend", "MPI_Irecv", "MPI_Test", "MPI_Cancel", "MPI_Iprobe", "MPI_Get_count")
@@ -46,8 +46,6 @@ _HELLO = struct.Struct(f"!8sII{NONCE_BYTES}s{MAC_BYTES}s")  # magic, calling and
 _MAGIC = b"KVHVDtcp"
 # Time for one handshake.
 _HANDSHAKE_S = 5.0
-# Time between two looks at the links or hosts that are missing.
-_POLL_S = 0.02
 # Time between two calls of one host.
 _RETRY_S = 0.05
 # Time for the first call of an address; it doubles at each call: another address of the host may answer sooner.
@@ -57,17 +55,17 @@ _MOST_STRANGERS = 64
 
 def start_link(world: World, segment: native.Segment) -> None:
     """On local rank 0 of each host of a world on several: start the host's link, and wait for those of the others."""
-    topology = world.topology
-    if topology.host_count == 1:
+    if world.topology.host_count == 1:
         return
+    compression = config().link_compression
     transport = _mpi_transport(world) if world.communicator is not None else native.tcp_transport(connect_hosts(world))
     link = native.Link(
         segment,
         transport,
         config().timeout_s,
         config().link_timeout_s,
-        f"{native.abi()} {config().link_compression} {config().thresholds}",
-        native.DTYPES[{"none": "float32", "fp16": "float16", "bf16": "bfloat16"}[config().link_compression]],
+        f"{native.abi()} {compression} {config().thresholds}",
+        native.DTYPES[{"none": "float32", "fp16": "float16", "bf16": "bfloat16"}[compression]],
     )
     try:
         _await_links(world, link)
@@ -92,7 +90,7 @@ def _mpi_transport(world: World) -> native.Transport:
         {**addresses, "byte": byte},
         communicator,
         # Under MPI the lowest rank of a host has its local rank 0.
-        [topology.rank_of_all(ranks[0]) for ranks in topology.ranks_by_host.values()],
+        [topology.all_ranks[ranks[0]] for ranks in topology.ranks_by_host.values()],
         (world.meeting * _WORLDS + world.index % _WORLDS) % most_tags * _TAGS,
     )
 
@@ -104,11 +102,10 @@ def _await_links(world: World, link: native.Link) -> None:
         while missing := link.missing():
             check_wanted(world)
             if deadline.left() <= 0:
-                fact = f"{topology.rank_list(missing)} did not arrive within {limit_s:g} s."
                 hosts = dict.fromkeys(topology.hosts[rank] for rank in missing)
                 details = [f"{host}: {topology.rank_list(topology.ranks_by_host[host])}" for host in hosts]
-                raise LaunchError(message(fact, **topology.prefix, details=details, fix=FIX_OF_LATE))
-            time.sleep(deadline.wait_s(_POLL_S))
+                raise topology.late(missing, limit_s, details)
+            time.sleep(deadline.wait_s(POLL_S))
     except HorovodInternalError as error:
         fact, _, fix = str(error).partition("\n  Fix: ")
         raise LaunchError(message(f"{fact}.", **topology.prefix, fix=f"{fix}." if fix else fix)) from error
@@ -141,11 +138,10 @@ def own_addresses(listener: socket.socket | None = None) -> list[str]:
             with contextlib.suppress(OSError):  # it has no address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 every.append((name, socket.inet_ntoa(answer[20:24])))
-    if chosen:
-        usable = [address for name, address in every if any(_is_in(each, name, address) for each in chosen)]
-    else:
-        outside = [address for _, address in every if not ipaddress.ip_address(address).is_loopback]
-        usable = outside or [address for _, address in every]
+    usable = [address for name, address in every if any(_is_in(each, name, address) for each in chosen)]
+    if not chosen:
+        addresses = [address for _, address in every]
+        usable = [address for address in addresses if not ipaddress.ip_address(address).is_loopback] or addresses
     if not usable:
         has = ", ".join(f"{name} {address}" for name, address in every) or "none with an IPv4 address"
         fact = f"{socket.gethostname()} has none of the network interfaces that the job may use: {', '.join(chosen)}."
@@ -181,17 +177,21 @@ class _Meeting:
         self._faults: dict[int, dict[str, str]] = {}  # by host and address
         self._is_over = False
 
+    @property
+    def _absent(self) -> list[int]:
+        return [host for host in range(len(self._hosts)) if host != self._own and host not in self._found]
+
     def run(self) -> list[int]:
         deadline, calls = Deadline(config().start_timeout_s), select.poll()
         calls.register(self._listener, select.POLLIN)
         for host in range(self._own):
             threading.Thread(target=self._call, args=(host,), daemon=True).start()
         try:
-            while len(self._found) < len(self._hosts) - 1:
+            while self._absent:
                 check_wanted(self._world)
                 if deadline.left() <= 0:
                     raise self._missing()
-                calls.poll(1000 * deadline.wait_s(_POLL_S))
+                calls.poll(1000 * deadline.wait_s(POLL_S))
                 for _ in range(_MOST_STRANGERS):  # before the next look at the clock
                     connection = accept(self._listener)
                     if connection is None:
@@ -212,7 +212,7 @@ class _Meeting:
             raise
         with self._lock:
             self._is_over = True
-        return [self._found[host].detach() if host in self._found else -1 for host in range(len(self._hosts))]
+        return [-1 if host == self._own else self._found[host].detach() for host in range(len(self._hosts))]
 
     def _keep(self, host: int, connection: socket.socket) -> None:
         with self._lock:
@@ -227,7 +227,7 @@ class _Meeting:
     def _leader(self, host: int) -> int:
         topology = self._world.topology
         ranks = topology.ranks_by_host[self._hosts[host]]
-        return topology.rank_of_all(min(ranks, key=topology.local_rank_of.__getitem__))
+        return topology.all_ranks[min(ranks, key=topology.local_rank_of.__getitem__)]
 
     def _call(self, host: int) -> None:
         """Call another host until it answers, at each of its addresses in turn."""
@@ -265,8 +265,8 @@ class _Meeting:
         try:
             hello = _receive(connection, _HELLO.size, until)
             magic, host, called, _, name = _HELLO.unpack(hello)
-            is_ours = magic == _MAGIC and self._own < host < len(self._hosts) and called == self._own
-            if not is_ours or not hmac.compare_digest(name, self._name):
+            is_of_world = magic == _MAGIC and called == self._own < host < len(self._hosts)
+            if not (is_of_world and hmac.compare_digest(name, self._name)):
                 raise ConnectionError("it does not belong to this world")
             nonce = secrets.token_bytes(NONCE_BYTES)
             connection.sendall(nonce + mac(self._world.secret, b"called", hello, nonce))
@@ -283,19 +283,14 @@ class _Meeting:
                 if connection in self._strangers:
                     self._strangers.remove(connection)
 
-    @property
-    def _absent(self) -> list[int]:
-        return [host for host in range(len(self._hosts)) if host != self._own and host not in self._found]
-
     def _missing(self) -> LaunchError:
         topology, own = self._world.topology, self._hosts[self._own]
         ranks = [rank for host in self._absent for rank in topology.ranks_by_host[self._hosts[host]]]
         details = []
         for host in self._absent:
-            if host < self._own:
-                faults = [f"{address}: {text}" for address, text in list(self._faults.get(host, {}).items())]
-                how = f"{own} has not reached it at {'; '.join(faults) or 'any address'}"
-            else:
+            faults = [f"{address}: {text}" for address, text in list(self._faults.get(host, {}).items())]
+            how = f"{own} has not reached it at {'; '.join(faults) or 'any address'}"
+            if host > self._own:
                 how = f"it has not called {own} at {' or '.join(own_addresses(self._listener))}"
             details.append(f"{self._hosts[host]}: {how}")
         fact = f"{topology.rank_list(ranks)} did not arrive within {config().start_timeout_s:g} s."

@@ -31,7 +31,7 @@ from kvstore_hvd.base.channel import peer_process
 from kvstore_hvd.base.cores import LOOK_S, Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.world.topology import FIX_OF_LATE, Topology, World, watching_namespaces
+from kvstore_hvd.world.topology import Topology, World, watching_namespaces
 
 MAC_BYTES = NONCE_BYTES = 32
 #: Seconds between two looks at workers that are missing, and whether the world is lost.
@@ -231,7 +231,7 @@ class _Server:
             self._drop(connection)
         elif local_rank in self._peers or not 0 < local_rank < self._topology.local_size:
             is_known = local_rank < self._topology.local_size
-            rank = self._topology.rank_of_all(self._ranks[local_rank]) if is_known else local_rank
+            rank = self._topology.all_ranks[self._ranks[local_rank]] if is_known else local_rank
             self._send(connection, _FAILED, f"rank {rank} has already joined from another process.")
             self._drop(connection)
         else:
@@ -271,8 +271,7 @@ class _Server:
     def _missing(self) -> LaunchError:
         absent = [r for i, r in enumerate(self._ranks) if i > 0 and i not in self._peers]
         arrived = self._topology.rank_list(set(self._ranks).difference(absent))
-        fact = f"{self._topology.rank_list(absent)} did not arrive within {self._timeout_s:g} s."
-        return _error(self._topology, fact, FIX_OF_LATE, [f"arrived: {arrived}"])
+        return self._topology.late(absent, self._timeout_s, [f"arrived: {arrived}"])
 
     def _send(self, connection: _Connection, status: bytes, text: str, *fds: int) -> None:
         body = status + text.encode(errors="backslashreplace")[: _MAX_MESSAGE // 2]
@@ -300,8 +299,7 @@ def _fetch(world: World, fields: Sequence[str], timeout_s: float) -> int:
     while True:
         check_wanted(world)
         if deadline.left() <= 0:
-            rank = topology.rank_of_all(topology.local_ranks[0])
-            raise _error(topology, f"rank {rank} did not arrive within {timeout_s:g} s ({why}).", FIX_OF_LATE)
+            raise topology.late([topology.local_ranks[0]], timeout_s, why=f" ({why})")
         with _socket() as connection:
             connection.settimeout(max(0.001, deadline.wait_s()))
             try:

@@ -25,7 +25,7 @@ from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.native import EngineStatistics
 from kvstore_hvd.world.segment import Connection, refusals_explained
 from kvstore_hvd.world.stall import StallInspector
-from kvstore_hvd.world.topology import Host, RankSet, Topology, World, reduce_in_place
+from kvstore_hvd.world.topology import Host, Topology, World, reduce_in_place
 
 # Seconds after an operation's deadline: the engine fails the operation a little later, with a better text.
 _PATIENCE_S = 5.0
@@ -286,10 +286,8 @@ class Member:
         connection = self._connection
         if self.is_waiting:
             fact = "this worker has joined a running elastic job, and the other workers have not taken it in yet."
-            fix = (
-                "call no collective before the function that kvstore_hvd.elastic.run wraps; state.sync() sends the "
-                "parameters, so remove hvd.broadcast_parameters()."
-            )
+            fix = "call no collective before the function that kvstore_hvd.elastic.run wraps; state.sync() sends the "
+            fix += "parameters, so remove hvd.broadcast_parameters()."
             raise InvalidRequestError(message(fact, fix=fix))
         if connection is None:
             raise self.closed_error()
@@ -304,7 +302,7 @@ class Member:
     def reaches_gpus(self) -> bool:
         """Whether arrays on GPUs can be submitted."""
         # Not of a process set: two worlds' operations on one GPU could wait for each other for ever.
-        return self.topology.process_set is None and gpu.is_installed()
+        return not self.topology.set_number and gpu.is_installed()
 
     def start_device(self, device: int) -> None:
         """Be ready for operations on arrays of a GPU, before the first one is submitted. Raises as `engine`, too."""
@@ -409,13 +407,10 @@ class Member:
             self.allreduce(name, label, table)
         joined = np.flatnonzero(table[:, -1] == 0).tolist()
         if joined:
-            text = message(
-                f"{operation.capitalize()} is not supported with Join at this time.",
-                **topology.prefix,
-                operation=operation,
-                details=[f"{topology.rank_list(joined)} called join()."],
-                fix="only allreduce can be called while workers are in join().",
-            )
+            fact = f"{operation.capitalize()} is not supported with Join at this time."
+            details = [f"{topology.rank_list(joined)} called join()."]
+            fix = "only allreduce can be called while workers are in join()."
+            text = message(fact, **topology.prefix, operation=operation, details=details, fix=fix)
             raise InvalidRequestError(text)
         return table[:, :-1]
 
@@ -434,14 +429,16 @@ class SetMember(Member):
     def join_within(self, outer: World, index: int) -> None:
         """Join this world of ranks of `outer`, whose members have joined `index - 1` before it. Raises as `join`."""
         topology = outer.topology
-        is_member = topology.rank in self.ranks
-        ranks = self.ranks if is_member else (topology.rank,)
+        ranks = self.ranks if topology.rank in self.ranks else (topology.rank,)
         inner = Topology.of(
             ranks.index(topology.rank),
             [Host(topology.hosts[rank], topology.hosts[rank]) for rank in ranks],
             generation=topology.generation,
             source=topology.source,
-            process_set=RankSet(self._number, ranks, topology.size, is_member),
+            set_number=self._number,
+            all_ranks=ranks,
+            size_of_all=topology.size,
+            is_member=ranks is self.ranks,
             pids=tuple(topology.pids[rank] for rank in ranks) if topology.pids else (),
         )
         job = f"{outer.job}.set{self._number}"

@@ -1,7 +1,6 @@
 """This process among the workers: joining their world, leaving it, forking, and starting over.
 
-One `Process` holds the current world. MXNet creates stores without arguments, so the stores of a process find it
-through `current()`.
+One `Process` holds the present world. MXNet creates stores without arguments: they find it through `current()`.
 """
 
 from __future__ import annotations
@@ -9,16 +8,13 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import functools
 import logging
 import os
 import threading
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from kvstore_hvd import log, native
-from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config, reload
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, LaunchError, message
 from kvstore_hvd.mxnet_compat import hooks
@@ -30,11 +26,6 @@ from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Topology, World, exchange
 
 __all__ = ["init", "is_initialized", "reset", "shutdown", "topology"]
-
-# The part of a core that a process uses at least whose MXNet computes.
-_BUSY = 0.1
-# For how many times the limit at exit MXNet may compute without an operation of this worker: other threads may be busy.
-_MOST_BUSY = 20
 
 
 class Process:
@@ -84,24 +75,20 @@ class Process:
         """The number of workers, or what the launcher's variables say about it; None if it is unknown."""
         if self._member.world is not None:
             return self._member.topology.size
-        known = config()
-        return known.size or (known.mpi_launch.size if known.mpi_launch is not None else None)
+        launch = config().mpi_launch
+        return config().size or (launch.size if launch is not None else None)
 
     # -- Joining and leaving ----------------------------------------------------------------------------------------
 
     def init(self, comm: Any = None) -> Topology:
         """Join the world; does nothing when this process is in it already. After a `shutdown` it joins a fresh one.
 
-        Reads the environment again when it joins one: programs set variables before they call it.
+        Reads the environment again when it joins one. Returns the `Topology`.
 
         Parameters
         ----------
         comm : mpi4py communicator, optional
             The workers. By default those of the last world, or those that the launcher's environment names.
-
-        Returns
-        -------
-        Topology
 
         Raises
         ------
@@ -120,22 +107,21 @@ class Process:
             if comm is not None and self.control is not None:
                 fix = "call init() without comm, and make process sets in the function that elastic.run wraps."
                 raise InvalidRequestError(message("the launcher chooses the workers of an elastic job.", fix=fix))
-            if world is not None and not self._member.is_waiting:
-                self.meet(comm=comm)
-            elif world is not None:
+            if world is not None and self._member.is_waiting:
                 self._member.wait_for(world)  # again: only `elastic.run` takes it in
+            elif world is not None:
+                self.meet(comm=comm)
             elif self.control is None:
                 self._join(discover(comm))
             else:
                 self.control.on_lost = self._on_lost
                 world, is_real = self.control.enter()
+                log.set_rank(world.topology.rank, world.topology.size)
                 if is_real:
                     self._join(world)
                 else:
-                    topology = world.topology
-                    log.set_rank(topology.rank, topology.size)
                     text = "came to a running job, probably as rank %d of %d"
-                    log.logger.info(text, topology.rank, topology.size)
+                    log.logger.info(text, world.topology.rank, world.topology.size)
                     self._member.wait_for(world)
             self._record_from_start()
             return self.topology
@@ -155,7 +141,7 @@ class Process:
         with self._lock:
             try:
                 was_lost = self._member.is_lost
-                _raise_unread(self.leave(), was_lost)
+                _report(self._leave(""), was_lost)
             finally:
                 self._recorder.finish()
                 self._forget_sets()
@@ -178,13 +164,11 @@ class Process:
             self.leave("reset() was called")
             return self.meet()
 
-    def leave(self, reason: str = "") -> Exception | None:
-        """Leave the world, after those of process sets; does nothing without one. Returns and raises as `Member.leave`.
-
-        Afterwards no thread of MXNet's writes to arrays any more; if a reason is given, their content is undefined.
-        """
+    def leave(self, reason: str = "") -> None:
+        """Leave the world, after those of process sets; does nothing without one. Raises as `Member.leave`."""
+        # Afterwards no thread of MXNet's writes to arrays any more; if a reason is given, their content is undefined.
         with self._lock:
-            return self._leave(reason)
+            self._leave(reason)
 
     def meet(self, cause: str = "reset", text: str = "", comm: Any = None) -> Topology:
         """Join the next world, after `leave`, or the running job that this worker has come to."""
@@ -209,16 +193,13 @@ class Process:
             return self.topology
 
     def _join(self, world: World) -> None:
-        """Join a world, and those of its process sets again; raises as `Member.join`.
-
-        If workers do not meet in a world of the launcher's, it gives out the next one, until all of its workers do.
-        """
+        """Join a world, or the launcher's next one if its workers do not meet; and those of process sets again."""
         while True:
             topology = world.topology
             log.set_rank(topology.rank, topology.size)
-            if topology.size > 1:
-                _register_fork_handlers()
-                self._watchdog = self._watchdog or ExitWatchdog()
+            if topology.size > 1 and self._watchdog is None:  # the first time
+                self._watchdog = ExitWatchdog()
+                os.register_at_fork(before=self.before_fork, after_in_child=self.after_fork_in_child)
             try:
                 self._member.join(world)
                 break
@@ -249,40 +230,45 @@ class Process:
 
     def abort(self, text: str) -> None:
         """Fail the pending and later operations of all workers, with this text; those of process sets as well."""
-        for member in self._members:
-            member.abort(text)
+        for engine in self._engines():
+            engine.abort(text)
 
-    def _leave(self, reason: str) -> Exception | None:
+    def _engines(self) -> list[native.Engine]:
+        """The engines of all worlds, also of those that this process leaves."""
+        return [engine for member in self._members if (engine := member.present_engine) is not None]
+
+    def _leave(self, reason: str) -> list[Exception]:
+        """As `leave`; returns the unread errors of all worlds."""
         member = self._member
         if not member.is_initialized:
-            return None
+            return []
         try:
             try:
                 if not reason and member.is_connected and not member.is_lost:
                     member.drain()  # pending computations of MXNet may submit more, like a layer of SyncBatchNorm
-                of_sets = self._leave_sets(reason)
+                unread = self._leave_sets(reason)
             except BaseException as error:  # Ctrl-C, above all: the other workers do not wait until the deadline
                 interrupted = f"it was interrupted while it left: {type(error).__name__}"
                 self._leave_sets(interrupted)
                 member.leave(interrupted)
                 raise
-            unread = _first_unread(of_sets, member.leave(reason))
+            unread.append(member.leave(reason))
             if reason:
                 member.drain()  # the errors of pending operations belong to this world
-            return unread
+            # A fork lets several worlds know of one error.
+            return [] if reason else list(dict.fromkeys(error for error in unread if error is not None))
         finally:
             self._recorder.left()
 
-    def _leave_sets(self, reason: str) -> Exception | None:
-        """Leave the worlds of process sets; returns the first error, also that a world was lost."""
-        first: Exception | None = None
+    def _leave_sets(self, reason: str) -> list[Exception | None]:
+        """Leave the worlds of process sets; returns their unread errors, also those of lost worlds."""
+        unread: list[Exception | None] = []
         for each in self.sets:
             try:
-                unread = each.leave(reason)
+                unread.append(each.leave(reason))
             except HorovodInternalError as error:
-                unread = error
-            first = _first_unread(first, None if reason else unread)
-        return first
+                unread.append(error)
+        return unread
 
     def _forget_sets(self) -> None:
         """Let go of the worlds of process sets, which have been left."""
@@ -298,14 +284,13 @@ class Process:
         with self._lock:
             world = self._member.world
             assert world is not None
-            made, failure = former or SetMember(ranks, number), None
+            made, failure, fault = former or SetMember(ranks, number), None, ""
             try:
                 self._join_set(made, world)
             except Exception as error:  # noqa: BLE001 - the other workers wait for this one
-                failure = error
-            own = "" if failure is None else f"{type(failure).__name__}: {failure}"
+                failure, fault = error, f"{type(error).__name__}: {error}"
             try:
-                faults = enumerate(exchange(self._member.others(), self.topology, "process set", own))
+                faults = enumerate(exchange(self._member.others(), self.topology, "process set", fault))
                 details = [line for rank, fault in faults if fault for line in f"rank {rank}: {fault}".splitlines()]
                 if details:
                     fact = f"process set {number} could not be made."
@@ -330,13 +315,11 @@ class Process:
                 return
             self.sets = [each for each in self.sets if each is not left]
             try:
-                was_lost = left.is_lost
-                _raise_unread(left.leave(), was_lost)
+                was_lost, unread = left.is_lost, left.leave()
+                _report([] if unread is None else [unread], was_lost)
             finally:
-                left.closed = (
-                    "its process set was removed.",
-                    "create the Trainer or store again, with a registered set.",
-                )
+                fix = "create the Trainer or store again, with a registered set."
+                left.closed = "its process set was removed.", fix
                 self._recorder.left(left.topology)
                 self._member.keep_arenas(left)
 
@@ -350,8 +333,7 @@ class Process:
     def start_timeline(self, file_path: Any, mark_cycles: bool = False) -> None:
         """See `timeline.start_timeline`; raises as `Recorder.start` and `Member.engine`."""
         with self._lock:
-            topology = self.topology
-            self._recorder.start(file_path, mark_cycles, self._member.others(), topology)
+            self._recorder.start(file_path, mark_cycles, self.member.others(), self.topology)
             self._record(self._members)
             register_exit_handler()  # `_join` does it for several workers
 
@@ -396,72 +378,41 @@ class Process:
             for member in self._members:
                 stack.callback(member.after_fork_in_child)
 
-    def _progress(self, limit_s: float, busy: Deadline) -> tuple[int, float]:
-        """Changes as operations complete or wait for late workers, and while MXNet computes and none is pending."""
-        engines = [engine for member in self._members if (engine := member.present_engine) is not None]
-        counts = [engine.counts() for engine in engines]
-        may_compute = busy.left() > 0 and not any(pending for _, pending in counts)
-        mark = int(time.process_time() / limit_s / _BUSY) if may_compute else 0.0
-        # Operations have a deadline of their own, which tells late workers that compute from stopped ones.
-        if config().waits_at_exit and any(
-            not (one.announced_by_all or one.name.startswith(native.PATIENT))
-            for engine in engines
-            for one in engine.waiting(0.0) or ()
-        ):
-            mark = time.monotonic()
-        return sum(over for over, _ in counts), mark
-
     def leave_at_exit(self) -> None:
         """Leave the world as the process ends, within the configured time; early after an exception of the program."""
         if not self._member.is_connected:  # a world of one, or one that could not be met again
             # MXNet's own exit handler ends the threads of operators written in Python before it waits for these.
             self._member.drain()
             if self._member.deferred is not None and not early_end():
-                _log_unread(self._member.deferred)
+                _report([self._member.deferred])
             self._recorder.finish()
             return
-        raised = hooks.raised
-        reason = early_end(f"rank {self._member.topology.rank}")
+        raised, rank, limit_s = hooks.raised, self._member.topology.rank, config().exit_timeout_s
+        reason = early_end(f"rank {rank}")
         if self._watchdog is not None:
-            rank, limit_s = self._member.topology.rank, config().exit_timeout_s
             text = f"rank {rank} left: none of its operations completed within {limit_s:g} s at its exit"
-            # After an exception something may be wrong with MXNet itself.
-            busy = Deadline(_MOST_BUSY * limit_s)
-            progress = (lambda: None) if reason else (lambda: self._progress(limit_s, busy))
-            self._watchdog.leaving(limit_s, lambda: self.abort(text), progress)
+            self._watchdog.leaving(limit_s, self._engines, text, bool(reason))
         try:
             unread = self._leave(reason)  # without the lock, which a daemon thread may hold
-            if unread is not None:
-                _log_unread(unread)
-                if not raised:  # else it may follow from an error that the program has handled
-                    native.end_as_failed()
+            _report(unread)
+            if unread and not raised:  # else it may follow from an error that the program has handled
+                native.end_as_failed()
         except Exception as error:  # noqa: BLE001 - an exit handler cannot raise
             if not reason:
                 log.logger.warning("could not leave the world in good order: %s", error)
         finally:
             # After an exception MXNet's own exit handler may wait for ever: the watchdog stays until the process ends.
             if self._watchdog is not None and not reason:
-                self._watchdog.left()
+                self._watchdog.left.set()
             self._recorder.finish()
 
 
-def _first_unread(first: Exception | None, other: Exception | None) -> Exception | None:
-    """The error to raise, of two worlds that were left; the other error is logged."""
-    if first is not None and other is not None and other is not first:
-        _log_unread(other)
-    return other if first is None else first
-
-
-def _raise_unread(unread: Exception | None, was_lost: bool) -> None:
-    """Raise the error that `Member.leave` returned; log it where an operation has reported the lost world before."""
-    if unread is not None and not was_lost:
-        raise unread
-    if unread is not None:
-        _log_unread(unread)
-
-
-def _log_unread(error: Exception) -> None:
-    log.logger.error("an operation failed, and its result was never read:\n%s", error)
+def _report(unread: Sequence[Exception], was_lost: bool = True) -> None:
+    """Raise the first error and log the others; log all where an operation has reported the lost world before."""
+    for error in unread if was_lost else unread[1:]:
+        log.logger.error("an operation failed, and its result was never read:\n%s", error)
+    if unread and not was_lost:
+        raise unread[0]
 
 
 _current = Process()
@@ -496,8 +447,3 @@ def register_exit_handler() -> None:
     # must be registered after it: this is called when a world is joined, and once MXNet is imported.
     atexit.unregister(_current.leave_at_exit)
     atexit.register(_current.leave_at_exit)
-
-
-@functools.cache
-def _register_fork_handlers() -> None:
-    os.register_at_fork(before=_current.before_fork, after_in_child=_current.after_fork_in_child)

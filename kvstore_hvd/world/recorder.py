@@ -12,8 +12,8 @@ import json
 import logging
 import os
 import secrets
-import stat
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from kvstore_hvd import log, native
@@ -25,24 +25,26 @@ from kvstore_hvd.world.topology import Topology, clock_ahead, exchange
 _PERIOD_S = 0.25
 # Operations that the engine keeps between two writings: at most 8 MiB.
 _CAPACITY = 1 << 16
-# Bytes of a path.
-_LONGEST_PATH = 4096
 
 
 class Recorder:
-    """This process's timelines, one after the other. One thread at a time; a forked child has none."""
+    """This process's timelines, one after the other, with a thread that writes the engine's records.
+
+    One thread at a time calls it; a forked child has no timeline.
+    """
 
     def __init__(self) -> None:
-        self._recording: _Recording | None = None
+        self._target = ""  # the file of the latest recording
+        self._part: PartWriter | None = None  # of the recording under way
+        self._fault = ""  # the reason why nothing is written any more
+        self._engines: dict[int, native.Engine] = {}  # by process set; 0: of all workers
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
 
     @property
     def is_recording(self) -> bool:
         """Whether a timeline is being recorded by this process."""
-        return self._own() is not None
-
-    def _own(self) -> _Recording | None:
-        recording = self._recording
-        return recording if recording is not None and recording.pid == os.getpid() else None
+        return self._part is not None and self._header.pid == os.getpid()
 
     def start(self, file_path: Any, mark_cycles: bool, engine: native.Engine | None, topology: Topology) -> None:
         """Begin to record; collective. It succeeds on all workers, or fails on all and leaves no file."""
@@ -51,98 +53,69 @@ class Recorder:
         agreed = json.loads(exchange(engine, topology, "timeline/start", json.dumps(wish, ensure_ascii=False))[0])
         target = agreed["target"]
         ahead_ns, error_ns = clock_ahead(engine, topology, "timeline/clock")
-        before, made = self._own(), None
-        if before is not None:
-            fault = f"a timeline is being recorded already, to '{before.target}'."
-        else:
-            fault = agreed["fault"] or _fault_of(target)
+        who = agreed["session"], topology.rank, topology.size, topology.host, os.getpid(), agreed["mark"]
+        header = Header(*who, ahead_ns=ahead_ns, error_ns=error_ns)
+        was_recording, part = self.is_recording, None
+        fault = agreed["fault"]
+        if os.path.exists(target) and not os.path.isfile(target):  # such as a device
+            fault = f"'{target}' is not a regular file."
+        if was_recording:
+            fault = f"a timeline is being recorded already, to '{self._target}'."
         try:
             if not fault:
-                who = agreed["session"], topology.rank, topology.size, topology.host, os.getpid(), agreed["mark"]
-                header = Header(*who, ahead_ns=ahead_ns, error_ns=error_ns)
                 try:
-                    made = _Recording(target, header)
+                    part = PartWriter(target, header)
                 except OSError as failure:
                     path = failure.filename or part_path(target, topology.rank)
                     fault = f"'{path}' cannot be written: {failure.strerror}."
             faults = exchange(engine, topology, "timeline/started", fault)
             if any(faults):
-                fix = "call stop_timeline() first." if before else "give a path that all workers can write to."
+                fix = "call stop_timeline() first." if was_recording else "give a path that all workers can write to."
                 raise InvalidRequestError(_text(topology, "start_timeline", faults, fix))
         except BaseException:
-            if made is not None:
-                made.discard()
+            if part is not None:
+                with contextlib.suppress(OSError):
+                    part.discard()
             raise
-        assert made is not None
-        self._recording = made
         if topology.size == 1:
             log.once("timeline-alone", logging.WARNING, "the timeline will be empty: there is only one worker")
-        made.thread.start()
+        self._target, self._header, self._part, self._fault = target, header, part, ""
+        self._ended.clear()
+        self._thread = threading.Thread(target=self._run, name="kvstore_hvd-timeline", daemon=True)
+        self._thread.start()
 
     def stop(self, engine: native.Engine | None, topology: Topology) -> None:
         """End the recording; collective. The file is there when it returns. Does nothing without a recording."""
-        recording = self._own()
-        if recording is None:
-            return
-        self._recording = None
-        faults = exchange(engine, topology, "timeline/stop", recording.finish())
-        if any(faults):
-            fix = f"make room, then run `{_merge_command(recording.target)}`."
-            raise KVHvdError(_text(topology, "stop_timeline", faults, fix))
+        if self.is_recording:
+            faults = exchange(engine, topology, "timeline/stop", self._end())
+            if any(faults):
+                fix = f"make room, then run `python -m kvstore_hvd.timeline merge {self._target}`."
+                raise KVHvdError(_text(topology, "stop_timeline", faults, fix))
 
     def finish(self) -> None:
         """End this worker's recording and log its faults. Not collective."""
-        recording = self._own()
-        self._recording = None
-        if recording is not None and (fault := recording.finish()):
-            command = _merge_command(recording.target)
-            log.logger.error("the timeline could not be written: %s\n  Fix: make room, then run `%s`.", fault, command)
+        if self.is_recording and (fault := self._end()):
+            text = "the timeline could not be written: %s\n  Fix: make room, then run `%s %s`."
+            log.logger.error(text, fault, "python -m kvstore_hvd.timeline merge", self._target)
 
     def joined(self, engine: native.Engine | None, topology: Topology) -> None:
         """Record the operations of this world, during a recording; the world of a process set follows that of all."""
-        recording = self._own()
-        if recording is not None:
-            recording.join(engine, topology)
+        if not self.is_recording:
+            return
+        with self._lock:
+            if not topology.set_number and not self._fault:
+                with self._noting_faults() as part:
+                    part.world(topology.generation)
+            if engine is not None and not self._fault:
+                self._engines[topology.set_number] = engine
+                engine.start_timeline(_CAPACITY)
 
     def left(self, topology: Topology | None = None) -> None:
         """Write the last operations of this world, or of all worlds, and record it no more."""
-        recording = self._own()
-        if recording is not None:
-            recording.leave(topology)
-
-
-class _Recording:
-    """One timeline on this worker, with a thread that writes the engine's records."""
-
-    def __init__(self, target: str, header: Header) -> None:
-        self.target = target
-        self.pid = header.pid
-        self._header = header
-        self._part = PartWriter(target, header)
-        self._fault = ""  # the reason why nothing is written any more
-        self._engines: dict[int, native.Engine] = {}  # by process set; 0: of all workers
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self.thread = threading.Thread(target=self._run, name="kvstore_hvd-timeline", daemon=True)
-
-    def discard(self) -> None:
-        with contextlib.suppress(OSError):
-            self._part.discard()
-
-    def join(self, engine: native.Engine | None, topology: Topology) -> None:
+        if not self.is_recording:
+            return
         with self._lock:
-            if self._fault:
-                return
-            if topology.process_set is None:
-                with self._noting_faults():
-                    self._part.world(topology.generation)
-            if engine is not None:
-                self._engines[_set_of(topology)] = engine
-                engine.start_timeline(_CAPACITY)
-
-    def leave(self, topology: Topology | None = None) -> None:
-        with self._lock:
-            left = list(self._engines) if topology is None else [_set_of(topology)]
+            left = list(self._engines) if topology is None else [topology.set_number]
             for process_set in left:
                 if process_set in self._engines:
                     self._engines[process_set].stop_timeline()
@@ -150,17 +123,20 @@ class _Recording:
             for process_set in left:
                 self._engines.pop(process_set, None)
 
-    def finish(self) -> str:
+    def _end(self) -> str:
         """End the recording; returns its fault."""
         self._ended.set()
-        if self.thread.ident is not None:
-            self.thread.join()
-        self.leave()
-        if not self._fault:
-            with self._noting_faults():
-                self._part.end()
-                self._merge_if_last()
-        return self._fault
+        if self._thread.ident is not None:
+            self._thread.join()
+        try:
+            self.left()
+            if not self._fault:
+                with self._noting_faults() as part:
+                    part.end()
+                    self._merge_if_last()
+            return self._fault
+        finally:
+            self._part = None
 
     def _run(self) -> None:
         while not self._ended.wait(_PERIOD_S):
@@ -173,15 +149,15 @@ class _Recording:
             if lost:
                 text = "the timeline has gaps: more than %d operations were completed in %g s"
                 log.once("timeline-lost", logging.WARNING, text, _CAPACITY, _PERIOD_S)
-            with self._noting_faults():
-                self._part.add(events, lost, process_set)
+            with self._noting_faults() as part:
+                part.add(events, lost, process_set)
         if self._fault:
             for engine in self._engines.values():
                 engine.stop_timeline()
             self._engines = {}
 
     def _merge_if_last(self) -> None:
-        parts = [part_path(self.target, rank) for rank in range(self._header.size)]
+        parts = [part_path(self._target, rank) for rank in range(self._header.size)]
 
         def are_complete() -> bool:
             return all(has_ended(path, self._header.session) for path in parts)
@@ -197,24 +173,22 @@ class _Recording:
             except (FileNotFoundError, BlockingIOError):
                 return
             if are_complete():
-                write_trace(self.target, parts)
+                write_trace(self._target, parts)
                 for path in parts:
                     os.unlink(path)
 
     @contextlib.contextmanager
-    def _noting_faults(self) -> Any:
+    def _noting_faults(self) -> Iterator[PartWriter]:
+        part = self._part
+        assert part is not None
         try:
-            yield
+            yield part
         except OSError as failure:
-            self._fault = f"'{failure.filename or self._part.path}': {failure.strerror}."
+            self._fault = f"'{failure.filename or part.path}': {failure.strerror}."
         except ValueError as failure:
             self._fault = f"{failure}."
         if self._fault:
             log.once("timeline-fault", logging.ERROR, "the timeline cannot be written: %s", self._fault)
-
-
-def _set_of(topology: Topology) -> int:
-    return 0 if topology.process_set is None else topology.process_set.number
 
 
 def _absolute(file_path: Any) -> tuple[str, str]:
@@ -227,31 +201,16 @@ def _absolute(file_path: Any) -> tuple[str, str]:
         return "", "file_path is bytes; pass a str."
     if not path or "\0" in path:
         return "", "file_path is empty." if not path else "file_path has a null character."
-    path = os.path.abspath(path)
     try:
-        length = len(os.fsencode(path))
+        os.fsencode(path)
     except UnicodeEncodeError as error:
         return "", f"file_path cannot be written down: {error}."
-    return (path, "") if length < _LONGEST_PATH else ("", "file_path is too long.")
-
-
-def _fault_of(target: str) -> str:
-    """The fault of a path whose file must not be replaced, as of a device."""
-    try:
-        mode = os.stat(target).st_mode
-    except OSError:
-        return ""
-    return "" if stat.S_ISREG(mode) else f"'{target}' is not a regular file."
-
-
-def _merge_command(target: str) -> str:
-    return f"python -m kvstore_hvd.timeline merge {target}"
+    return os.path.abspath(path), ""
 
 
 def _text(topology: Topology, operation: str, faults: list[str], fix: str) -> str:
-    first, *others = dict.fromkeys(filter(None, faults))
-    fact, details = first, []
+    fact, *others = dict.fromkeys(filter(None, faults))
+    details = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault and others]
     if others:
         fact = "the timeline cannot be recorded."
-        details = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault]
     return message(fact, rank=topology.rank, size=topology.size, operation=operation, details=details, fix=fix)

@@ -25,7 +25,7 @@ from kvstore_hvd.world.exit import end_links_at_exit, note_world
 from kvstore_hvd.world.gpus import create_executor
 from kvstore_hvd.world.links import start_link
 from kvstore_hvd.world.meeting import share_segment
-from kvstore_hvd.world.topology import RankSet, Topology, World
+from kvstore_hvd.world.topology import Topology, World
 
 # Address space for the arenas of all workers of a host, of the 128 TiB of a process.
 _ADDRESS_SPACE = 32 << 40
@@ -130,16 +130,16 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
 
     def create(workers: Sequence[str]) -> int:
         """Create it on local rank 0, with the descriptions of the cores of all workers of the host."""
-        process_set = topology.process_set or RankSet(0, (), 0)
+        number = topology.set_number
         with refusals_explained(topology):  # the other workers get the same text
             created.append(
                 native.Segment.create(
                     topology.local_size,
                     _arena_bytes(topology),
                     changes,
-                    process_set.number,
-                    process_set.size,
-                    process_set.ranks,
+                    number,
+                    topology.size_of_all if number else 0,
+                    topology.all_ranks if number else (),
                     # Over hosts, the link's thread is one more.
                     cores.suffice([*workers, *workers[:1]] if is_over_hosts else workers),
                     list(hosts).index(topology.host),
@@ -167,10 +167,8 @@ def _thresholds() -> str:
     try:
         native.thresholds(changes)
     except ValueError as error:
-        details = [f"KVHVD_THRESHOLDS: {error}"]
         fix = "correct or unset it; benchmarks/tune.py finds values for this machine."
-        fact = "the environment has a setting that kvstore_hvd cannot use."
-        raise ConfigError(message(fact, details=details, fix=fix)) from None
+        raise ConfigError(message(f"KVHVD_THRESHOLDS: {error}", fix=fix)) from None
     return changes
 
 
@@ -180,7 +178,7 @@ def _arena_bytes(topology: Topology) -> int:
     # The arenas are mapped, and count as a file.
     limits = {cores.limit_of(resource.RLIMIT_AS), cores.limit_of(resource.RLIMIT_FSIZE)} - {resource.RLIM_INFINITY}
     available = min([_ADDRESS_SPACE, *(limit // 4 for limit in limits)])
-    if topology.process_set is not None:
+    if topology.set_number:
         available >>= _SET_SHIFT
     available //= topology.local_size
     try:
@@ -202,15 +200,14 @@ def _check_room(topology: Topology) -> None:
         return
     needed = topology.local_size + _OWN_FILES + _SPARE_FILES + (_LINK_FILES if topology.host_count > 1 else 0)
     used = cores.open_below(limit)
-    if limit - used >= needed:
-        return
-    what = f"process set {topology.process_set.number}" if topology.process_set else "the world"
-    fact = f"joining {what} of {topology.size} workers takes {needed} open files, and this process has "
-    fact += f"{limit - used} left."
-    details = [f"{limit} are allowed (ulimit -n), {used} are in use."]
-    fix = f"`ulimit -n {max(4096, 2 * (used + needed))}` before the start; each process set takes as many files as it "
-    fix += "has members, and a few more."
-    raise LaunchError(message(fact, **topology.prefix, details=details, fix=fix))
+    if limit - used < needed:
+        what = f"process set {topology.set_number}" if topology.set_number else "the world"
+        takes = f"joining {what} of {topology.size} workers takes {needed} open files"
+        details = [f"{limit} are allowed (ulimit -n), {used} are in use."]
+        fix = f"`ulimit -n {max(4096, 2 * (used + needed))}` before the start; each process set takes as many files as "
+        fix += "it has members, and a few more."
+        fact = f"{takes}, and this process has {limit - used} left."
+        raise LaunchError(message(fact, **topology.prefix, details=details, fix=fix))
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ _OWN_THREADS = "kvstore_hvd-"
 # Calls of the main thread and of other threads, the innermost ones, and the number of other threads in a report.
 _MAIN_CALLS, _OTHER_CALLS, _OTHER_THREADS = 15, 5, 3
 
-# Packages whose code is not the program's, by their first names. Python 3.9 does not list its own.
+# Top packages whose code is not the program's. Python 3.9 does not list its own.
 _LIBRARIES = {"kvstore_hvd", "horovod", "mxnet", "concurrent", "threading"} | getattr(sys, "stdlib_module_names", set())
 # Letters of a path in the program's line.
 _MAX_PATH = 80
@@ -125,8 +125,13 @@ class StallInspector:
             return
         self._blocked_since = None
         self._note_patient([one for one in waiting if one.name.startswith(native.PATIENT)])
-        waiting = [one for one in waiting if not one.name.startswith(native.PATIENT) and self._reports(one)]
-        waiting.sort(key=lambda one: -one.age_s)
+        # The lowest rank that waits for an operation and is not stopped reports it.
+        waiting = [
+            one
+            for one in sorted(waiting, key=lambda one: -one.age_s)
+            if not one.name.startswith(native.PATIENT)
+            and all(is_stopped(self._engine, rank) for rank in range(self._topology.rank) if rank not in one.late)
+        ]
         culprits = {rank for one in waiting for rank in one.late}
         report, over = self._waiting.update({(one.name, one.since): one.age_s for one in waiting}, culprits)
         if over is not None:
@@ -145,17 +150,12 @@ class StallInspector:
 
     def _note_patient(self, waiting: Sequence[Waiting]) -> None:
         """Log once that this worker has no input left, and may wait for the other workers for any time."""
-        now = {(one.name, one.since) for one in waiting}
         for one in waiting:
             if (one.name, one.since) not in self._patient and one.late:
                 whom = self._topology.rank_list(one.late)
                 head = f"{self._name} has no input left, and has waited {one.age_s:.0f} s for {whom}: this is no stall."
                 log.logger.info("%s", "\n  ".join([head, *self._ranks(one.late)]))
-        self._patient = now
-
-    def _reports(self, one: Waiting) -> bool:
-        """Whether this is the lowest rank that waits for the operation and is not stopped."""
-        return all(is_stopped(self._engine, rank) for rank in range(self._topology.rank) if rank not in one.late)
+        self._patient = {(one.name, one.since) for one in waiting}
 
     def _waiting_text(self, head: str, waiting: Sequence[Waiting], hint: str = "") -> str:
         lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]
@@ -204,18 +204,12 @@ class StallInspector:
         self._missed_since = {one: self._missed_since.get(one, now) for one in missed}
         ages = {one: now - since for one, since in self._missed_since.items() if now - since >= self._check_s}
         report, _ = self._missing.update(ages, ())  # the waiting ranks report the end
-        if not report:
-            return
-        names = [self._describe(one.name) for one in ages]
-        more = f", ... and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-        log.logger.warning(
-            "the other %s have waited %.0f s for %s.\n  It has not submitted %s\n%s",
-            self._workers,
-            max(ages.values()),
-            self._name,
-            ", ".join(names[:_SHOWN]) + more,
-            "\n".join(f"  {line}" for line in python_stacks().splitlines()),
-        )
+        if report:
+            names = [self._describe(one.name) for one in list(ages)[:_SHOWN]]
+            names += [f"... and {len(ages) - _SHOWN} more"] * (len(ages) > _SHOWN)
+            head = f"the other {self._workers} have waited {max(ages.values()):.0f} s for {self._name}."
+            lines = head, f"It has not submitted {', '.join(names)}", *python_stacks().splitlines()
+            log.logger.warning("%s", "\n  ".join(lines))
 
 
 class _Schedule:
@@ -270,13 +264,11 @@ def program_line() -> str:
 
 def python_stacks() -> str:
     """The stacks of this process, as tracebacks show them: the main thread's first, this package's threads left out."""
-    frames = sys._current_frames()
+    frames, main = sys._current_frames(), threading.main_thread().ident or 0
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    main = frames.pop(threading.main_thread().ident or 0, None)
-    frames.pop(threading.get_ident(), None)
-    others = [(names.get(ident, f"thread {ident}"), frame) for ident, frame in frames.items()]
+    others = [(names.get(ident, f"thread {ident}"), frame) for ident, frame in frames.items() if ident != main]
     others = [(name, frame) for name, frame in others if not name.startswith(_OWN_THREADS)]
-    parts = [_stack("main thread", main, _MAIN_CALLS)] if main is not None else []
+    parts = [_stack("main thread", frames[main], _MAIN_CALLS)] if main in frames else []
     parts += [_stack(name, frame, _OTHER_CALLS) for name, frame in others[:_OTHER_THREADS]]
     if len(others) > _OTHER_THREADS:
         parts.append(f"... and {len(others) - _OTHER_THREADS} more threads")

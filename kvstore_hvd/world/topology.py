@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from kvstore_hvd import errors, native
+from kvstore_hvd.errors import LaunchError, message
 
 __all__ = ["Topology"]
 
 _T = TypeVar("_T")
 
 _CLOCK_ROUNDS = 20
-
 #: Of errors that name ranks which did not arrive in time.
 FIX_OF_LATE = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
 
@@ -46,17 +46,14 @@ class Host:
         return cls(name, " ".join((boot, _namespace("net") or name, *watching_namespaces())))
 
 
-def virtual_hosts(hosts: Sequence[Host], placement: str) -> list[Host]:
+def virtual_hosts(hosts: Sequence[Host], counts: Sequence[int]) -> list[Host]:
     """The hosts of all ranks where tests split those of one machine; they have segments of their own, nothing else."""
-    # `placement` (``KVHVD_TEST_HOSTS``): ``'2'``, two hosts with equally many ranks; ``'2,1,1'``, so many ranks each,
-    # in order; ``'0/1/0'``, the host of each rank. Worlds of other sizes stay on one host.
+    # `counts` (``KVHVD_TEST_HOSTS``): 2: two hosts with equally many ranks; 2,1,1: so many ranks each, in order. Worlds
+    # of other sizes stay on one host.
     size = len(hosts)
-    if "/" in placement:
-        numbers = [int(part) for part in placement.split("/")]
-    elif "," in placement:
-        numbers = [host for host, part in enumerate(placement.split(",")) for _ in range(int(part))]
-    else:
-        numbers = [rank * min(int(placement or 1), size) // size for rank in range(size)]
+    numbers = [host for host, count in enumerate(counts) for _ in range(count)]
+    if len(counts) == 1:
+        numbers = [rank * min(counts[0], size) // size for rank in range(size)]
     if len(numbers) != size:
         return list(hosts)
     return [dataclasses.replace(host, identity=f"{host.identity} {number}") for host, number in zip(hosts, numbers)]
@@ -73,16 +70,6 @@ def _namespace(kind: str) -> str:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
         return ""
-
-
-@dataclass(frozen=True)
-class RankSet:
-    """The process set that a world belongs to: messages name its ranks by those in the world of all."""
-
-    number: int  # of the process set
-    ranks: tuple[int, ...]  # of its members, ascending; where this worker is not in the set: of this worker
-    size: int  # of the world of all
-    is_member: bool = True  # False: this worker is not in the set, and alone in this world
 
 
 @dataclass(frozen=True)
@@ -113,8 +100,12 @@ class Topology:
     local_rank_of: tuple[int, ...]  # each rank
     generation: int = 0
     source: str = "single"
-    process_set: RankSet | None = None  # of a process set's world
     pids: tuple[int, ...] = ()  # the process of each rank, of a world on several hosts
+    # Messages name ranks by those in the world of all.
+    all_ranks: Sequence[int] = ()  # the rank of each rank in the world of all, ascending
+    size_of_all: int = 0  # of the world of all
+    set_number: int = 0  # of the process set that this world belongs to; 0: the world of all
+    is_member: bool = True  # False: this worker is not in the process set, and alone in this world
 
     @classmethod
     def of(
@@ -131,51 +122,41 @@ class Topology:
         local = tuple(local_rank_of) or tuple(of_ranks[:r].count(name) for r, name in enumerate(of_ranks))
         column = [r for r, local_rank in enumerate(local) if local_rank == local[rank]]
         counts = len(hosts), local[rank], of_ranks.count(of_ranks[rank]), column.index(rank), len(column)
-        return cls(rank, *counts, of_ranks, local, source=source, **more)
-
-    def rank_of_all(self, rank: int) -> int:
-        """The rank in the world of all of a rank of this world."""
-        return self.all_ranks[rank]
-
-    @property
-    def all_ranks(self) -> Sequence[int]:
-        """The ranks of this world, as ranks of the world of all."""
-        return range(self.size) if self.process_set is None else self.process_set.ranks
+        of_all = {"all_ranks": range(len(hosts)), "size_of_all": len(hosts)}
+        return cls(rank, *counts, of_ranks, local, source=source, **{**of_all, **more})
 
     @property
     def rank_in_all(self) -> int:
         """This worker's rank in the world of all."""
-        return self.rank_of_all(self.rank)
+        return self.all_ranks[self.rank]
 
     def rank_list(self, ranks: Iterable[int]) -> str:
         """As `errors.rank_list`, of ranks of this world, which are named as ranks of the world of all."""
-        return errors.rank_list(map(self.rank_of_all, ranks))
+        return errors.rank_list(map(self.all_ranks.__getitem__, ranks))
 
     def listed(self, values: Iterable[object]) -> list[str]:
         """The ranks that have each value, of values in the order of ranks: ``'float32: ranks 0-2'``, a line each."""
         return [f"{value}: {self.rank_list(ranks)}" for value, ranks in _ranks_by(values).items()]
 
     @property
-    def is_member(self) -> bool:
-        """False in the world of one of a worker that is not in the process set."""
-        return self.process_set is None or self.process_set.is_member
-
-    @property
     def group(self) -> str:
         """The suffix of 'the workers' in messages: ``' of process set 3'``, or nothing."""
-        return "" if self.process_set is None else f" of process set {self.process_set.number}"
+        return f" of process set {self.set_number}" if self.set_number else ""
+
+    def late(self, ranks: Iterable[int], limit_s: float, details: Iterable[str] = (), why: str = "") -> LaunchError:
+        """The error of ranks that did not arrive in time."""
+        fact = f"{self.rank_list(ranks)} did not arrive within {limit_s:g} s{why}."
+        return LaunchError(message(fact, **self.prefix, details=details, fix=FIX_OF_LATE))
 
     @property
     def prefix(self) -> dict[str, Any]:
         """The prefix of errors of this worker: ``message(fact, **topology.prefix)``."""
-        if self.process_set is None:
-            return {"rank": self.rank, "size": self.size}
-        rank, within = self.rank_in_all, f"process set {self.process_set.number}"
+        within = f"process set {self.set_number}" if self.set_number else ""
         if not self.is_member:
             within = f"outside of {within}"
-        elif rank != self.rank:
+        elif self.rank_in_all != self.rank:
             within = f"rank {self.rank}/{self.size} in {within}"
-        return {"rank": rank, "size": self.process_set.size, "within": within}
+        return {"rank": self.rank_in_all, "size": self.size_of_all, "within": within}
 
     @property
     def host(self) -> str:
@@ -235,12 +216,12 @@ def exchange(engine: native.Engine | None, topology: Topology, name: str, text: 
     """The text of every rank, in the order of ranks; collective. No engine: a world of one."""
     if engine is None:
         return [text]
-    encoded = text.encode(errors="surrogatepass")
+    encoded, rank = text.encode(errors="surrogatepass"), topology.rank
     lengths = np.zeros(topology.size, np.int64)
-    lengths[topology.rank] = len(encoded)
+    lengths[rank] = len(encoded)
     reduce_in_place(engine, f"{name}/lengths", f"'{name}/lengths'", lengths)
     rows = np.zeros((topology.size, max(1, int(lengths.max()))), np.uint8)
-    rows[topology.rank, : len(encoded)] = np.frombuffer(encoded, np.uint8)
+    rows[rank, : len(encoded)] = np.frombuffer(encoded, np.uint8)
     reduce_in_place(engine, name, f"'{name}'", rows)
     return [row[:length].tobytes().decode(errors="surrogatepass") for row, length in zip(rows, lengths.tolist())]
 
@@ -252,8 +233,7 @@ def clock_ahead(engine: native.Engine | None, topology: Topology, name: str) -> 
     first = topology.ranks_by_host[topology.host][0]
     if engine is None or topology.host_count == 1:
         return 0, 0
-    low, high, completed = -(1 << 62), 1 << 62, 0
-    submitted_before: list[int] = []
+    low, high, completed, submitted_before = -(1 << 62), 1 << 62, 0, list[int]()
     for _ in range(_CLOCK_ROUNDS):
         table = np.zeros((topology.size, 2), np.int64)
         table[topology.rank] = time.monotonic_ns(), completed

@@ -85,7 +85,7 @@ def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one():
 def test_who_leaves_waits_for_its_operations_for_the_timeout_only(fake):
     """Longer than that there are only those that may wait for others for any time."""
     fake.is_pending = True
-    assert process.current().leave() is None
+    assert process.current()._leave("") == []
     assert fake.left == ["it left while its operations were pending"]
 
 
@@ -108,7 +108,7 @@ def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
     reason = "it was interrupted while it left: KeyboardInterrupt"
     assert fake.left == (["", reason] if where == "afterwards" else [reason])
     assert not process.everybody.is_initialized
-    assert mine.leave() is None
+    assert mine._leave("") == []
 
 
 @pytest.mark.parametrize(("voided", "is_aborted"), [(4, False), (5, True), (6, True)])
@@ -165,10 +165,14 @@ FIRST, SECOND, LOST = MismatchError("the first"), MismatchError("the second"), P
         ([_Inner(), _Inner()], None, []),
     ],
 )
-def test_the_first_error_is_raised_and_the_others_are_logged(members, raised, logged, caplog):
-    mine = process.Process()
+def test_the_first_error_is_raised_and_the_others_are_logged(fake, members, raised, logged, caplog):
     with caplog.at_level(logging.ERROR, "kvstore_hvd"):
-        mine.sets = members
-        assert mine._leave_sets("") is raised
+        process.current().sets = members
+        try:
+            process.current().shutdown()
+        except KVHvdError as error:
+            assert error is raised
+        else:
+            assert raised is None
     assert [member.reasons for member in members] == [[""]] * len(members)
     assert [record.getMessage().rpartition("\n")[2] for record in caplog.records] == logged

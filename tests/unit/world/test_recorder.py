@@ -234,8 +234,8 @@ def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, cap
     recorder = Recorder()
     recorder.start(tmp_path / "t", False, None, ALONE)
     recorder.joined(busy, ALONE)
-    recorder._recording._part._file.close()
-    recorder._recording._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
+    recorder._part._file.close()
+    recorder._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
     recorder.finish()
     assert not recorder.is_recording
     assert busy.recording is False

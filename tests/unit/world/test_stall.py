@@ -15,7 +15,7 @@ import pytest
 from kvstore_hvd.errors import PeerLostError
 from kvstore_hvd.native import Missed, Waiting
 from kvstore_hvd.world.stall import StallInspector, program_line, python_stacks
-from kvstore_hvd.world.topology import Host, RankSet, Topology
+from kvstore_hvd.world.topology import Host, Topology
 from support.fake_native import FakeAdapter, FakeConnection
 from support.patience import patient
 
@@ -50,9 +50,9 @@ class World(FakeConnection):
 class Stage:
     """One rank's inspector and what it logs."""
 
-    def __init__(self, records, rank=0, size=4, check_s=60.0, shutdown_s=0.0, process_set=None):
+    def __init__(self, records, rank=0, size=4, check_s=60.0, shutdown_s=0.0, **of_set):
         self.world, self.records = World(size), records
-        topology = Topology.of(rank, [Host.here()] * size, source="launcher", process_set=process_set)
+        topology = Topology.of(rank, [Host.here()] * size, source="launcher", **of_set)
         self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
 
     def look(self, now):
@@ -92,14 +92,14 @@ def test_a_stall_is_reported_again_and_again_and_when_it_is_over(stage):
 
 
 def test_a_process_set_is_named_with_its_ranks_among_all(stage):
-    here = stage(size=3, process_set=RankSet(7, (0, 4, 5), 9))
+    here = stage(size=3, set_number=7, all_ranks=(0, 4, 5), size_of_all=9)
     here.world.answer = [waiting(0, 61)]
     (text,) = here.look(0)
     assert text.startswith("rank 0 has waited 61 s for other workers of process set 7.\n")
     assert "submitted by ranks 0, 5, not by rank 4" in text
     here.world.answer = []
     assert here.look(1) == ["the stall of process set 7 is over: rank 0 waited 61 s."]
-    late = stage(rank=1, size=3, process_set=RankSet(7, (0, 4, 5), 9))
+    late = stage(rank=1, size=3, set_number=7, all_ranks=(0, 4, 5), size_of_all=9)
     late.world.late_for = [Missed("s0/3", 1)]
     late.look(0)
     (text,) = late.look(60)
