@@ -252,6 +252,5 @@ def _run_alone(world: Member, collective: str, operation: native.DeviceOperation
     with _lock, active(device):
         if device not in _executors:
             _executors[device] = create_executor(None, world.topology, device)
-        completion = _executors[device].start(collective, [operation])
-        while not completion.done():
+        for _ in _executors[device].start(collective, [operation]):
             time.sleep(_LOOK_S)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, UnsupportedDtypeError, message
 from kvstore_hvd.gpu.runtime import active, checked, cupy
 from kvstore_hvd.mxnet_compat.arrays import DLTensor
@@ -21,28 +23,14 @@ from kvstore_hvd.native import ITEM_BYTES
 #: Number of the default stream in version 3 of ``__cuda_array_interface__``.
 LEGACY_STREAM = 1
 
-_TYPES = {
-    "<f2": "float16",
-    "<f4": "float32",
-    "<f8": "float64",
-    "|i1": "int8",
-    "|u1": "uint8",
-    "<i4": "int32",
-    "<i8": "int64",
-}
+# Names of the interface for dtypes; it has none for bfloat16.
+_TYPES = {np.dtype(name).str: name for name in ITEM_BYTES if name != "bfloat16"}
 # Device types of dlpack.h: CUDA, CUDA's managed memory.
 _DLPACK_DEVICES = (2, 13)
-# By the type codes of dlpack.h, 0 (int), 1 (uint), 2 (float) or 4 (bfloat), and bits.
-_DLPACK_TYPES = {
-    (2, 16): "float16",
-    (4, 16): "bfloat16",
-    (2, 32): "float32",
-    (2, 64): "float64",
-    (0, 8): "int8",
-    (1, 8): "uint8",
-    (0, 32): "int32",
-    (0, 64): "int64",
-}
+# Codes of types in dlpack.h, by NumPy's kinds, and dtypes by code and bits.
+_CODES = {"i": 0, "u": 1, "f": 2}
+_DLPACK_TYPES = {(_CODES[np.dtype(name).kind], 8 * np.dtype(name).itemsize): name for name in _TYPES.values()}
+_DLPACK_TYPES[4, 16] = "bfloat16"
 # Lengths are sent as signed 64-bit numbers.
 _TOO_LARGE = 1 << 63
 
@@ -79,29 +67,29 @@ def is_on_gpu(array: Any) -> bool:
     return False
 
 
-def device_array(array: Any, **prefix: Any) -> DeviceArray:
-    """Describe an array that `is_on_gpu`."""
+def device_array(array: Any, **call: Any) -> DeviceArray:
+    """Describe an array that `is_on_gpu`; `call` is for errors: keywords of `message`."""
     interface = _interface_of(array)
     try:
         # Before version 3 (PyTorch) the interface does not name the stream that writes the content. bfloat16 has no
         # name there: its elements are two raw bytes, or the interface is missing.
         is_vague = interface is not None and (interface.get("version", 2) < 3 or interface["typestr"] == "<V2")
         if interface is not None and not (is_vague and hasattr(array, "__dlpack__")):
-            return _from_interface(array, interface, prefix)
-        return _from_dlpack(array, prefix)
-    except KVHvdError:
-        raise
+            return _from_interface(array, interface)
+        return _from_dlpack(array)
+    except KVHvdError as error:
+        raise type(error)(message(str(error), **call)) from error.__cause__
     except Exception as error:
         # The library of the array, or the program, may raise any error and leave out any field.
         fact = f"what the array says about itself cannot be used: {type(error).__name__}: {error}."
         fix = "see its __cuda_array_interface__, or what its __dlpack__ returns."
-        raise InvalidRequestError(message(fact, fix=fix, **prefix)) from error
+        raise InvalidRequestError(message(fact, fix=fix, **call)) from error
 
 
-def empty_like(array: DeviceArray, **prefix: Any) -> Any:
+def empty_like(array: DeviceArray, **call: Any) -> Any:
     """A new CuPy array with the shape and dtype, on the same device."""
     if array.dtype == "bfloat16":
-        text = message("CuPy has no bfloat16 for a new array.", fix="pass an out, of the same library.", **prefix)
+        text = message("CuPy has no bfloat16 for a new array.", fix="pass an out, of the same library.", **call)
         raise UnsupportedDtypeError(text)
     with active(array.device), checked("allocate an array"):
         return cupy().empty(array.shape, array.dtype)
@@ -126,29 +114,29 @@ def _interface_of(array: Any) -> dict[str, Any] | None:
     return None
 
 
-def _from_interface(array: Any, interface: dict[str, Any], prefix: dict[str, Any]) -> DeviceArray:
+def _from_interface(array: Any, interface: dict[str, Any]) -> DeviceArray:
     dtype = _TYPES.get(interface["typestr"])
     if dtype is None:
-        raise _unsupported(interface["typestr"], prefix)
+        raise _unsupported(interface["typestr"])
     if interface.get("mask") is not None:
-        raise InvalidRequestError(message("the array has a mask.", fix="pass its data only.", **prefix))
+        raise InvalidRequestError(message("the array has a mask.", fix="pass its data only."))
     shape = tuple(int(length) for length in interface["shape"])
     strides = interface.get("strides")
     if strides is not None:
         unit = ITEM_BYTES[dtype]
-        _check_contiguous(shape, [int(stride) // unit if stride % unit == 0 else 0 for stride in strides], prefix)
+        _check_contiguous(shape, [int(stride) // unit if stride % unit == 0 else 0 for stride in strides])
     address, is_read_only = interface["data"]
     # Version 2 names no stream: its content is as the default stream leaves it.
     stream = interface.get("stream") if interface.get("version", 2) >= 3 else LEGACY_STREAM
     if stream is not None and (not isinstance(stream, int) or stream < 1):
         fact = f"__cuda_array_interface__ names stream {stream!r}, which is {'ambiguous' if stream == 0 else 'none'}."
-        raise InvalidRequestError(message(fact, fix="name 1, 2, or the address of a stream.", **prefix))
+        raise InvalidRequestError(message(fact, fix="name 1, 2, or the address of a stream."))
     address = int(address or 0)
-    device = _device_of(address, shape, dtype, prefix)
+    device = _device_of(address, shape, dtype)
     return DeviceArray(address, shape, dtype, device, stream, bool(is_read_only), array)
 
 
-def _device_of(address: int, shape: Sequence[int], dtype: str, prefix: dict[str, Any]) -> int:
+def _device_of(address: int, shape: Sequence[int], dtype: str) -> int:
     """The GPU of an address, after a check that kernels can work there."""
     runtime = cupy().cuda.runtime
     nbytes = math.prod(shape) * ITEM_BYTES[dtype]
@@ -166,10 +154,10 @@ def _device_of(address: int, shape: Sequence[int], dtype: str, prefix: dict[str,
         if device >= 0:
             return device
         fact, fix = "the array says that it is on a GPU, but its memory is not.", "copy it to the GPU."
-    raise InvalidRequestError(message(fact, fix=fix, **prefix))
+    raise InvalidRequestError(message(fact, fix=fix))
 
 
-def _from_dlpack(array: Any, prefix: dict[str, Any]) -> DeviceArray:
+def _from_dlpack(array: Any) -> DeviceArray:
     get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
     get_pointer.restype, get_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     cupy()  # reports a missing CuPy or driver before the other library reports its own error
@@ -179,26 +167,26 @@ def _from_dlpack(array: Any, prefix: dict[str, Any]) -> DeviceArray:
     tensor = DLTensor.from_address(get_pointer(capsule, b"dltensor"))
     if tensor.device_type not in _DLPACK_DEVICES:
         fact = f"the array says that it is on a GPU, but gives DLPack one on a device of type {tensor.device_type}."
-        raise InvalidRequestError(message(fact, fix="pass an array of CUDA's (type 2, or 13).", **prefix))
+        raise InvalidRequestError(message(fact, fix="pass an array of CUDA's (type 2, or 13)."))
     dtype = _DLPACK_TYPES.get((tensor.code, tensor.bits)) if tensor.lanes == 1 else None
     if dtype is None:
         lanes = f", {tensor.lanes} lanes" if tensor.lanes != 1 else ""
-        raise _unsupported(f"{tensor.bits} bits of DLPack's kind {tensor.code}{lanes}", prefix)
+        raise _unsupported(f"{tensor.bits} bits of DLPack's kind {tensor.code}{lanes}")
     shape = tuple(tensor.shape[: tensor.ndim])
     if tensor.strides:
-        _check_contiguous(shape, tensor.strides[: tensor.ndim], prefix)
+        _check_contiguous(shape, tensor.strides[: tensor.ndim])
     address = tensor.data + tensor.byte_offset if tensor.data else 0
-    device = _device_of(address, shape, dtype, prefix)
+    device = _device_of(address, shape, dtype)
     return DeviceArray(address, shape, dtype, device, LEGACY_STREAM, False, (array, capsule))
 
 
-def _unsupported(what: str, prefix: dict[str, Any]) -> UnsupportedDtypeError:
+def _unsupported(what: str) -> UnsupportedDtypeError:
     details = (f"Supported: {' '.join(ITEM_BYTES)}",)
     fix = "cast with .astype('float32') or .astype('int32')."
-    return UnsupportedDtypeError(message(f"cannot send dtype {what} from a GPU.", details=details, fix=fix, **prefix))
+    return UnsupportedDtypeError(message(f"cannot send dtype {what} from a GPU.", details=details, fix=fix))
 
 
-def _check_contiguous(shape: Sequence[int], strides: Sequence[int], prefix: dict[str, Any]) -> None:
+def _check_contiguous(shape: Sequence[int], strides: Sequence[int]) -> None:
     if 0 in shape:
         return
     is_wrong, expected = len(strides) != len(shape), 1
@@ -211,6 +199,5 @@ def _check_contiguous(shape: Sequence[int], strides: Sequence[int], prefix: dict
                 f"an array on a GPU has gaps or another order than C's (shape {tuple(shape)}, strides "
                 f"{tuple(strides)} elements).",
                 fix="pass cupy.ascontiguousarray(array), and copy the result back.",
-                **prefix,
             )
         )

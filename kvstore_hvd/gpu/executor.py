@@ -37,17 +37,8 @@ _STOP_S = 60.0
 
 #: Requests of one kind, dtype, op, scales and root; carried out together.
 Batch = Sequence[DeviceOperation]
-
-
-class Completion:
-    """Operations under way: an iterator that ends when all outputs are written, or raises their failure."""
-
-    def __init__(self, steps: Iterator[None]) -> None:
-        self._steps = steps
-
-    def done(self) -> bool:
-        """Whether all outputs are written; the executor's thread calls it until it is True or raises."""
-        return next(self._steps, True) is True
+#: Operations under way: a step looks once, without waiting. It ends when all outputs are written, or raises a failure.
+Steps = Iterator[None]
 
 
 class Executor(ABC):
@@ -62,7 +53,7 @@ class Executor(ABC):
         self.stream = Stream() if stream is None else stream
 
     @abstractmethod
-    def start(self, collective: str, batch: Batch) -> Completion:
+    def start(self, collective: str, batch: Batch) -> Steps:
         """Enqueue a batch.
 
         ``allreduce``: reduce every request's input over all workers into its outputs. ``broadcast``: copy the root's
@@ -98,7 +89,7 @@ class DeviceExecutor(Executor):
         super().__init__(ordinal, timeout_s, stream)
         self._pages: set[int] = set()  # on the device
 
-    def start(self, collective: str, batch: Batch) -> Completion:
+    def start(self, collective: str, batch: Batch) -> Steps:
         activate(self.ordinal)
         for request in batch:
             for address in (*request.inputs, *request.outputs):
@@ -106,7 +97,7 @@ class DeviceExecutor(Executor):
                     self._check_device(address)
                     self._pages.add(address >> _PAGE_BITS)
         getattr(self, collective)(batch)
-        return Completion(self._steps(Event().record(self.stream)))
+        return self._steps(Event().record(self.stream))
 
     def _check_device(self, address: int) -> None:
         """Refuse an address that kernels on the device cannot use."""
@@ -122,7 +113,7 @@ class DeviceExecutor(Executor):
     def check(self) -> None:
         """Raise why enqueued work has failed, on this rank or another."""
 
-    def _steps(self, event: Event) -> Iterator[None]:
+    def _steps(self, event: Event) -> Steps:
         """Wait for an event of the stream. After a failure, abort and raise it when the device is idle."""
         failure, deadline = None, Deadline(self.timeout_s)
         while True:
@@ -160,7 +151,7 @@ class DeviceThread:
         self._prefix = prefix or {}
         self._device = 0
         self._executor: Executor | None = None
-        self._under_way: deque[tuple[int, Completion]] = deque()
+        self._under_way: deque[tuple[int, Steps]] = deque()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
@@ -239,10 +230,10 @@ class DeviceThread:
 
     def _finish(self) -> None:
         while self._under_way:
-            number, completion = self._under_way[0]
+            number, steps = self._under_way[0]
             failure = None
             try:
-                if not completion.done():
+                if next(steps, True) is None:
                     return
             except BaseException as error:  # noqa: BLE001 - as above
                 failure = _loss(error)
@@ -254,9 +245,9 @@ class DeviceThread:
         self._abort()
         end = Deadline(END_S)  # of all batches together: the engine waits no longer, either
         while self._under_way:
-            number, completion = self._under_way.popleft()
+            number, steps = self._under_way.popleft()
             with contextlib.suppress(Exception):  # the world has an older cause
-                while not completion.done() and end.left() > 0:
+                while next(steps, True) is None and end.left() > 0:
                     time.sleep(_LOOK_S)
             self._engine.end_batch(number, TransportError("its batch was ended"))
         self._stop.wait()

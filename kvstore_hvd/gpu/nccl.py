@@ -25,16 +25,7 @@ from kvstore_hvd.gpu.runtime import EXTRAS, driver_version
 OLDEST = 21800
 _SUCCESS, _IN_PROGRESS = 0, 7
 #: Codes of NCCL (ncclDataType_t).
-DTYPES = {
-    "int8": 0,
-    "uint8": 1,
-    "int32": 2,
-    "int64": 4,
-    "float16": 6,
-    "float32": 7,
-    "float64": 8,
-    "bfloat16": 9,
-}
+DTYPES = {"int8": 0, "uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
 # Codes of NCCL (ncclRedOp_t). An average is a sum: the caller applies the factor, which depends on workers' weights.
 OPS = {"sum": 0, "average": 0, "product": 1, "max": 2, "min": 3}
 #: Types whose inputs NCCL multiplies by a factor as exactly as our kernels do.

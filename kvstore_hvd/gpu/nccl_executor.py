@@ -20,9 +20,9 @@ from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.executor import (
     ALIGNMENT,
     Batch,
-    Completion,
     DeviceExecutor,
     Piece,
+    Steps,
     buffer_bytes,
     input_of,
     inputs_of,
@@ -92,7 +92,7 @@ class NcclExecutor(DeviceExecutor):
 
     # -- Operations ----------------------------------------------------------------------------------------------------
 
-    def start(self, collective: str, batch: Batch) -> Completion:
+    def start(self, collective: str, batch: Batch) -> Steps:
         nbytes = sum(request.count * ITEM_BYTES[request.dtype] for request in batch)
         if self.small is not None and nbytes <= _SMALL_BYTES:
             return self.small.start(collective, batch)

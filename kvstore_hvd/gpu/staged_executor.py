@@ -1,22 +1,22 @@
 """Arrays of GPUs by way of the host: where there is no NCCL, and the GPUs do not reach each other's memory.
 
 Each batch is copied into pinned memory, goes through the CPU engine under names of its own, and is copied back. No call
-waits: every call of `Completion.done` moves the requests on, from copy to operation to copy.
+waits: every step moves the requests on, from copy to operation to copy.
 
-A request's name is its place in the batch. The device thread asks one completion after the other, so all workers submit
+A request's name is its place in the batch. The device thread asks one batch after the other, so all workers submit
 their batches in the same order, and the engine matches the n-th request of a name with the n-th of the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvstore_hvd import errors, native
 from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.errors import message
-from kvstore_hvd.gpu.executor import Batch, Completion, Executor, input_of
+from kvstore_hvd.gpu.executor import Batch, Executor, Steps, input_of
 from kvstore_hvd.gpu.runtime import activate, close_all
 from kvstore_hvd.gpu.streams import Event, PinnedMemory
 from kvstore_hvd.native import ITEM_BYTES, DeviceOperation
@@ -34,10 +34,10 @@ class StagedExecutor(Executor):
         self._free: dict[int, list[PinnedMemory]] = {}
         self._all: list[PinnedMemory] = []
 
-    def start(self, collective: str, batch: Batch) -> Completion:
+    def start(self, collective: str, batch: Batch) -> Steps:
         activate(self.ordinal)
         stages = [self._stage(collective, request, f"gpu/staged/{place}") for place, request in enumerate(batch)]
-        return Completion(self._steps(stages, Event().record(self.stream)))
+        return self._steps(stages, Event().record(self.stream))
 
     def abort(self) -> None:
         """Nothing: only copies are enqueued, and the engine ends its operations itself."""
@@ -84,7 +84,7 @@ class StagedExecutor(Executor):
         self._all.append(PinnedMemory(size))
         return self._all[-1]
 
-    def _steps(self, stages: Sequence[_Stage], copied: Event) -> Iterator[None]:
+    def _steps(self, stages: Sequence[_Stage], copied: Event) -> Steps:
         yield from self._wait(copied)
         for stage in stages:
             stage.work = self._engine.submit(stage.request)
@@ -107,7 +107,7 @@ class StagedExecutor(Executor):
             for memory in stage.memories:
                 self._free[memory.nbytes].append(memory)
 
-    def _wait(self, event: Event) -> Iterator[None]:
+    def _wait(self, event: Event) -> Steps:
         deadline = Deadline(self.timeout_s)
         while not event.done():
             if deadline.left() < 0:

@@ -8,7 +8,6 @@ of float16 are summed, since their mean might be too small; there, batch sizes a
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -170,7 +169,7 @@ class _TrainerJoinable(Joinable):
             self._divisor = self._agreed_divisor(weight)
             self._update()
             return
-        with self.store._averaging(weight):
+        with self.store._reducing(op="average", weight=weight):
             original(1.0 / self.world.topology.size, False)  # MXNet divides by it
 
     def submit_zeros(self, weight: float) -> None:
@@ -182,7 +181,7 @@ class _TrainerJoinable(Joinable):
                 array._fresh_grad = True
         self._start()
         self._weight = weight
-        with contextlib.nullcontext() if self._has_halves else self.store._averaging(weight):
+        with self.store._reducing(**({} if self._has_halves else {"op": "average", "weight": weight})):
             self.trainer._allreduce_grads()
 
     def wait(self) -> None:

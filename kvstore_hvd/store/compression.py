@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import pickle
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -122,20 +121,3 @@ def arrays_from(values: Mapping[str, Any]) -> dict[str, Any]:
 
     with mx.util.np_shape(True):
         return {key: mx.nd.array(value, mx.cpu(), value.dtype) for key, value in values.items()}
-
-
-def write_residuals(path: str, place: tuple[int, int], values: Mapping[str, Any]) -> None:
-    """Append to a file that is a pickle, and whose other readers stop at its end; the place is a rank of how many."""
-    with open(path, "ab") as file:
-        pickle.dump((place, values), file)
-
-
-def read_residuals(path: str, place: tuple[int, int]) -> dict[str, Any]:
-    """What the worker at this place has written; nothing if that was another one."""
-    with open(path, "rb") as file:
-        pickle.load(file)
-        try:
-            written, values = pickle.load(file)
-        except EOFError:
-            return {}
-    return values if written == place else {}

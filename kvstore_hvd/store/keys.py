@@ -10,7 +10,7 @@ import hashlib
 import operator
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Union
 
 import numpy as np
@@ -80,11 +80,6 @@ class Reduction:
         """Whether it is a sum, of whatever precision, and nothing else."""
         return self.op == "sum" and not (self.is_scaled or self.threshold or self.group)
 
-    def tied_to_states(self, states: Sequence[int]) -> Reduction:
-        """The same; the workers also compare a number of updates, and which parameters have states."""
-        digest = zlib.crc32(repr(states).encode()) & 0xFFFF
-        return replace(self, group=STATES << 32 | digest << 16 | min(len(states) - 1, 0xFFFF))
-
     @property
     def of_signs(self) -> Reduction:
         """The sum of the signs of 2bit compression; the workers compare their thresholds as a group."""
@@ -92,6 +87,12 @@ class Reduction:
 
 
 SUM = Reduction()
+
+
+def group_of_states(states: Sequence[int]) -> int:
+    """The group in which workers compare a number of updates, and which parameters have states; 0 without any."""
+    digest = zlib.crc32(repr(states).encode()) & 0xFFFF
+    return STATES << 32 | digest << 16 | min(len(states) - 1, 0xFFFF) if states else 0
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import pickle
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvstore_hvd.errors import InvalidRequestError, UnsupportedMethodError
 from kvstore_hvd.native import Statistics
 from kvstore_hvd.store import divergence
 from kvstore_hvd.store.arrays import buffer_like, copy
-from kvstore_hvd.store.compression import arrays_from, parse_compression, read_residuals, values_of, write_residuals
+from kvstore_hvd.store.compression import arrays_from, parse_compression, values_of
 from kvstore_hvd.store.keys import (
     MAX_KEYS,
     SUM,
@@ -33,6 +34,7 @@ from kvstore_hvd.store.keys import (
     Reduction,
     check_group,
     group_arguments,
+    group_of_states,
     priority_of,
     unique,
     wire_name,
@@ -395,14 +397,21 @@ class Horovod(mx.kvstore.KVStoreBase):
         self._operations.residuals = arrays_from(values)
 
     def _save_residuals(self, path: str) -> None:
-        """Append this worker's residuals to a file of states."""
+        """Append this worker's residuals to a file of states, a pickle, whose other readers stop at its end."""
         if self._operations.residuals:
-            write_residuals(path, (self.rank, self.num_workers), self._residuals())
+            with open(path, "ab") as file:
+                pickle.dump(((self.rank, self.num_workers), self._residuals()), file)
 
     def _load_residuals(self, path: str) -> None:
-        """Take this worker's residuals from a file of states; none if another worker wrote it."""
+        """Take this worker's residuals from a file of states; none if a worker of another rank or world wrote it."""
         if self._reduction.threshold:
-            self._set_residuals(read_residuals(path, (self.rank, self.num_workers)))
+            with open(path, "rb") as file:
+                pickle.load(file)
+                try:
+                    writer, residuals = pickle.load(file)
+                except EOFError:
+                    writer, residuals = None, {}
+            self._set_residuals(residuals if writer == (self.rank, self.num_workers) else {})
 
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:
         """Compare parameters, given as (label, parameter), with the other workers'."""
@@ -426,10 +435,10 @@ class Horovod(mx.kvstore.KVStoreBase):
             self._left_out = ()
 
     @contextlib.contextmanager
-    def _averaging(self, weight: float) -> Iterator[None]:
-        """Within, values are averaged by the workers' weights (see `native.Request`)."""
+    def _reducing(self, **changes: Any) -> Iterator[None]:
+        """Within, values are reduced with these changes of the `Reduction`."""
         before = self._reduction
-        self._reduction = dataclasses.replace(before, op="average", weight=weight)
+        self._reduction = dataclasses.replace(before, **changes)
         try:
             yield
         finally:
@@ -437,16 +446,13 @@ class Horovod(mx.kvstore.KVStoreBase):
 
     @contextlib.contextmanager
     def _comparing_states(self, states: Sequence[int]) -> Iterator[None]:
-        """Within, reductions fail unless all workers have these, see `Reduction.tied_to_states`."""
-        before = self._reduction
-        if states:
-            self._reduction = before.tied_to_states(states)
+        """Within, reductions fail unless all workers have these, see `group_of_states`."""
         self._member.hold_unread(1)  # the mismatch of one gradient must not keep this worker from submitting the others
         try:
-            yield
+            with self._reducing(group=group_of_states(states)):
+                yield
         finally:
             self._member.hold_unread(-1)
-            self._reduction = before
 
     def _broadcast_from(self, root: int, key: Key, arrays: Sequence[Any]) -> None:
         """Copy the first of another worker's arrays into all."""

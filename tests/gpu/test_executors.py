@@ -133,8 +133,8 @@ def test_eight_ranks_many_times(rings, new):
     def work(rank, executor):
         for _ in range(50):
             batch = [device_operation([a.address], [b.address], a.nbytes // 4) for a, b in arrays[rank]]
-            for completion in [executor.start("allreduce", batch), executor.start("allreduce", batch[:2])]:
-                finish(completion)
+            for steps in [executor.start("allreduce", batch), executor.start("allreduce", batch[:2])]:
+                finish(steps)
 
     world.run(work)
     for n in range(len(counts)):
@@ -147,22 +147,22 @@ def test_a_rank_that_does_not_come(rings, new):
     world = rings(2, timeout_s=0.5)
     array = new(samples(0, 100_000, "float32"))
     start = time.monotonic()
-    completion = world.executors[0].start("allreduce", [device_operation([array.address], [array.address], 100_000)])
+    steps = world.executors[0].start("allreduce", [device_operation([array.address], [array.address], 100_000)])
     with pytest.raises(errors.TimeoutError, match=r"rank 0 waited 0.5 s for rank 1's GPU"):
-        finish(completion)
+        finish(steps)
     assert time.monotonic() - start < 5
 
 
 def test_an_abort_is_quick(rings, new):
     world = rings(2, timeout_s=60.0)
     array = new(samples(0, 100_000, "float32"))
-    completion = world.executors[0].start("allreduce", [device_operation([array.address], [array.address], 100_000)])
+    steps = world.executors[0].start("allreduce", [device_operation([array.address], [array.address], 100_000)])
     time.sleep(0.2)
-    assert not completion.done()
+    assert next(steps, True) is None
     start = time.monotonic()
     thread = threading.Thread(target=world.executors[0].abort)
     thread.start()
     thread.join()
     with pytest.raises(errors.TransportError, match="were ended by rank 0"):
-        finish(completion)
+        finish(steps)
     assert time.monotonic() - start < 5

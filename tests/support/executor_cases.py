@@ -206,12 +206,12 @@ class ExecutorCases:
                 executor.abort()
                 return
             array = new(samples(rank, 100_000, "float32"))
-            completion = executor.start("allreduce", [device_operation([array.address], [array.address], 100_000)])
-            assert not completion.done()
+            steps = executor.start("allreduce", [device_operation([array.address], [array.address], 100_000)])
+            assert next(steps, True) is None
             are_waiting.wait(patient(30))
             # Every worker aborts when it hears that the world is lost.
             executor.abort()
             with pytest.raises(TransportError):
-                finish(completion)
+                finish(steps)
 
         ranks(3).run(work)

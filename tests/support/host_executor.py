@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from kvstore_hvd import native
-from kvstore_hvd.gpu.executor import Batch, Completion, Executor
+from kvstore_hvd.gpu.executor import Batch, Executor, Steps
 
 
 class HostExecutor(Executor):
@@ -32,7 +32,7 @@ class HostExecutor(Executor):
     def release(self) -> None:
         self.is_closed = True
 
-    def start(self, collective: str, batch: Batch) -> Completion:
+    def start(self, collective: str, batch: Batch) -> Steps:
         if self.fails:
             raise RuntimeError(self.fails)
         number = len(self.batches)
@@ -44,17 +44,13 @@ class HostExecutor(Executor):
             more: Any = {"parts": one.parts, "contributed": one.contributed, "as_half": one.as_half}
             where = one.inputs, one.outputs, (one.count,), one.dtype, op, one.prescale, one.postscale, one.root
             works.append(self.engine.submit(native.Request(collective, name, one.label, *where, **more)))
-        return _Works(self, works)
+        return self._steps(works, self.hangs)
 
-
-class _Works(Completion):
-    def __init__(self, executor: HostExecutor, works: list[Any]) -> None:
-        self.executor, self.works, self.hangs = executor, works, executor.hangs
-
-    def done(self) -> bool:
-        if self.hangs and self.executor.is_aborted:
-            raise RuntimeError("aborted")
-        for work in self.works:
+    def _steps(self, works: list[Any], hangs: bool) -> Steps:
+        while hangs or not all(work.done for work in works):
+            if hangs and self.is_aborted:
+                raise RuntimeError("aborted")
+            yield
+        for work in works:
             if work.error is not None:
                 raise work.error
-        return not self.hangs and all(work.done for work in self.works)
