@@ -31,40 +31,13 @@ import numpy as np
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.join.context import is_uneven
-from kvstore_hvd.mxnet.calls import NAMESPACE
+from kvstore_hvd.mxnet.calls import Collective
 from kvstore_hvd.mxnet.process_sets import ProcessSet
 from kvstore_hvd.mxnet_compat.graph import SYNC_BATCH_NORM
 from kvstore_hvd.store.arrays import copy
-from kvstore_hvd.store.keys import Call, Group
-from kvstore_hvd.store.operations import Operations
-from kvstore_hvd.world.member import Member
 
 OPERATION = "SyncBatchNorm"
 _MOST = 1e30  # elements; `clip` has two limits, of float32
-
-
-@dataclasses.dataclass
-class Exchange:
-    """One forward pass of one layer, and the backward pass that belongs to it."""
-
-    call: Call
-    world: Member
-    name: str
-
-    def gather(self, numbers: Any) -> Any:
-        """Every worker's vector as a row of a matrix; asynchronous."""
-        topology = self.world.topology
-        table = mx.nd.zeros((topology.size, *numbers.shape), mxnet_compat.context_of(numbers), numbers.dtype)
-        table[topology.rank] = numbers
-        self._sum(self.name, table)
-        return table
-
-    def sum_gradients(self, numbers: Any) -> None:
-        """Sum an array over the workers in place, in the backward pass; asynchronous."""
-        self._sum(_gradient_of(self.name), numbers)
-
-    def _sum(self, name: str, array: Any) -> None:
-        Operations(self.world, NAMESPACE).pushpull(self.call, [Group(name, [array], [array])], 0)
 
 
 class StatisticsExchange:
@@ -78,26 +51,24 @@ class StatisticsExchange:
         self.key = next(_keys)
         _exchanges[self.key] = self
 
-    def check(self) -> tuple[Member, Call]:
-        """Who takes part in a forward pass, and the call for messages."""
-        world = self._process_set.world(OPERATION)
-        call = Call(OPERATION, world.topology)
+    def check(self) -> Collective:
+        """The call of a forward pass, which raises here if it cannot be made."""
+        one, name = Collective(OPERATION, self._process_set), self._parameter.name
         if len(mxnet_compat.arrays_of(self._parameter) or ()) > 1:
-            fact, fix = "its parameters are on several devices.", "use one device in each worker."
-            raise InvalidRequestError(call.message(self._parameter.name, fact, fix))
-        if is_uneven() and not world.is_alone:
+            one.refuse("its parameters are on several devices.", "use one device in each worker.", name)
+        if is_uneven() and not one.world.is_alone:
             fact = "it cannot be used within Join: a worker without input has no batch to normalize with the others'."
-            fix = "use nn.BatchNorm, or Join(..., throw_on_early_termination=True)."
-            raise InvalidRequestError(call.message(self._parameter.name, fact, fix))
-        return world, call
+            one.refuse(fact, "use nn.BatchNorm, or Join(..., throw_on_early_termination=True).", name)
+        return one
 
-    def begin(self) -> Exchange:
-        """The exchange of the next forward pass. Raises as `check`."""
-        world, call = self.check()
+    def begin(self) -> Collective:
+        """The call of the next forward pass, and of the backward pass that belongs to it. Raises as `check`."""
         kind = f"{OPERATION}.{self._number}"
-        name = f"{kind}.{world.next_number(kind)}"
-        shown = dict.fromkeys((name, _gradient_of(name)), self._parameter.name)
-        return Exchange(dataclasses.replace(call, names=shown), world, name)
+        name = f"{kind}.{self.check().world.next_number(kind)}"
+        one = Collective(OPERATION, self._process_set, name)
+        names = dict.fromkeys((name, _gradient_of(one)), self._parameter.name)
+        one.call = dataclasses.replace(one.call, names=names)
+        return one
 
 
 # An operator knows its layer by this number.
@@ -123,7 +94,7 @@ class Operator(mx.operator.CustomOp):
         self._fix_gamma = fix_gamma
         self._is_empty = is_empty
         # The latest forward pass: an operator serves the next one after the backward pass only.
-        self._exchange: Optional[Exchange] = None
+        self._exchange: Optional[Collective] = None
 
     def forward(
         self,
@@ -140,14 +111,18 @@ class Operator(mx.operator.CustomOp):
                 gamma = mx.nd.ones_like(gamma)
             self._exchange = None
             if is_train:
-                self._exchange = self._begin()
+                if self._layer is None:
+                    fact = "the layer of this graph does not exist any more."
+                    fix = "keep the layer as long as its graph."
+                    raise InvalidRequestError(message(fact, operation=OPERATION, fix=fix))
+                self._exchange = self._layer.begin()
                 self._count = size / gamma.shape[0]
                 # These and their gradients are of the shifted array.
                 self._per_element = mx.nd.broadcast_like(1 / mx.nd.clip(self._count, 1, _MOST), gamma)
                 self._shifted_mean = total * self._per_element
                 variance = mx.nd.relu(squares * self._per_element - mx.nd.square(self._shifted_mean))
                 mean = shift + self._shifted_mean
-                self._merge(mean, variance, aux)
+                self._merge(self._exchange, mean, variance, aux)
                 self._gamma = gamma
                 self._offset = (mean - self._mean) * self._inverse  # (m_k - m) / s
                 gamma, beta = gamma * self._own * self._inverse, beta + gamma * self._offset
@@ -157,11 +132,14 @@ class Operator(mx.operator.CustomOp):
             for how, result, place in zip(req, (gamma, beta), out_data):
                 _assign(how, result, place)
 
-    def _merge(self, mean: Any, variance: Any, running: Sequence[Any]) -> None:
+    def _merge(self, one: Collective, mean: Any, variance: Any, running: Sequence[Any]) -> None:
         """Exchange the statistics, and update the running ones."""
-        channels = mean.shape[0]
+        channels, topology = mean.shape[0], one.world.topology
         self._own = mx.nd.sqrt(mx.nd.broadcast_add(variance, self._number(self._eps, variance)))  # s_k
-        table = self._exchange.gather(mx.nd.concat(mean, variance, self._count, dim=0))  # type: ignore[union-attr]
+        numbers = mx.nd.concat(mean, variance, self._count, dim=0)
+        table = mx.nd.zeros((topology.size, *numbers.shape), mxnet_compat.context_of(numbers), numbers.dtype)
+        table[topology.rank] = numbers
+        one.reduce(one.shown, table, table)
         # From here on arrays wait for the other workers, see the top of this file.
         means, variances, counts = (
             mx.nd.slice_axis(table, axis=1, begin=begin, end=end)
@@ -197,7 +175,7 @@ class Operator(mx.operator.CustomOp):
             if self._exchange is not None:
                 of_gamma = of_g * self._own * self._inverse + of_b * self._offset
                 sums = mx.nd.stack(of_gamma, of_beta)
-                self._exchange.sum_gradients(sums)
+                self._exchange.reduce(_gradient_of(self._exchange), sums, sums)
                 gamma_of_all, beta_of_all = sums[0], sums[1]
                 # The loss depends on this worker's mean and variance in g and b, and in those of all, of which they are
                 # a share.
@@ -215,12 +193,6 @@ class Operator(mx.operator.CustomOp):
             results = zeros, of_total, of_squares, mx.nd.zeros_like(in_grad[3].as_nd_ndarray()), of_gamma, of_beta
             for how, result, place in zip(req, results, in_grad):
                 _assign(how, result, place)
-
-    def _begin(self) -> Exchange:
-        if self._layer is None:
-            fact, fix = "the layer of this graph does not exist any more.", "keep the layer as long as its graph."
-            raise InvalidRequestError(message(fact, operation=OPERATION, fix=fix))
-        return self._layer.begin()
 
     @staticmethod
     def _number(value: float, like: Any) -> Any:
@@ -283,5 +255,5 @@ def _over_rows(table: Any) -> Any:
     return mx.nd.cumsum(table, axis=0)[table.shape[0] - 1]
 
 
-def _gradient_of(name: str) -> str:
-    return f"{name}.gradient"
+def _gradient_of(one: Collective) -> str:
+    return f"{one.shown}.gradient"

@@ -12,13 +12,12 @@ from typing import Any, Optional
 import numpy as np
 
 from kvstore_hvd import log, mxnet_compat, native
-from kvstore_hvd.errors import InvalidRequestError
-from kvstore_hvd.mxnet.calls import NAMESPACE, check_name, names_for, root_in, unnamed
+from kvstore_hvd.mxnet.calls import NAMESPACE, Collective
 from kvstore_hvd.mxnet.gathers import gather_bytes
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.compression import arrays_from
-from kvstore_hvd.store.keys import Call, Group, check_group, unique, wire_name
+from kvstore_hvd.store.keys import Group, check_group, unique, wire_name
 from kvstore_hvd.store.operations import Operations
 from kvstore_hvd.world.member import Member
 
@@ -56,45 +55,25 @@ def broadcast_object(
     HorovodInternalError
         The world is lost.
     """
-    world = process_set.world("broadcast_object")
-    call = Call("broadcast_object", world.topology)
-    root = root_in(call, root_rank, process_set)
-    check_name(call, name)
-    is_root = world.topology.rank == root
-    data, refusal = _written(obj) if is_root and not world.is_alone else (b"", None)
-    with world.submitting():
-        received = _broadcast_bytes(call, world, name, data, root, refusal)
+    one = Collective("broadcast_object", process_set, name)
+    root = one.root(root_rank)
+    is_root = one.world.topology.rank == root
+    data, refusal = _written(obj) if is_root and not one.world.is_alone else (b"", None)
+    with one.world.submitting():
+        received = _broadcast_bytes(one, data, root, refusal)
     return obj if is_root else pickle.loads(received)
 
 
 def allgather_object(obj: Any, name: Optional[str] = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Give every worker a list of the objects of all workers, in the order of ranks; waits for them.
 
-    Parameters
-    ----------
-    obj : object
-        Anything that cloudpickle can write.
-    name, process_set
-        As `broadcast_object`.
-
-    Returns
-    -------
-    list of object
-        Copies, also of this worker's own.
-
-    Raises
-    ------
-    KVHvdError, Exception
-        As `broadcast_object`.
+    They are copies, also of this worker's own. Parameters and exceptions as `broadcast_object`.
     """
-    world = process_set.world("allgather_object")
-    call = Call("allgather_object", world.topology)
-    check_name(call, name)
+    one = Collective("allgather_object", process_set, name)
     data, refusal = _written(obj)
-    with world.submitting():
+    with one.world.submitting():
         mxnet_compat.collectives.counts.reductions += 1
-        (name,) = names_for(call, world, name, 1)
-        return [pickle.loads(each) for each in gather_bytes(call, world, name, data, refusal)]
+        return list(map(pickle.loads, gather_bytes(one, one.names()[0], data, refusal)))
 
 
 def broadcast_parameters(
@@ -128,28 +107,28 @@ def broadcast_parameters(
     HorovodInternalError
         The world is lost.
     """
-    world = process_set.world("broadcast_parameters")
-    call = Call("broadcast_parameters", world.topology)
-    root = root_in(call, root_rank, process_set)
-    check_name(call, prefix)
+    one = Collective("broadcast_parameters", process_set, prefix)
+    root = one.root(root_rank)
     groups, deferred = [], []
-    named = _named(call, params)
+    named = _named(one, params)
     for key, parameter in named:
         shown = f"{prefix or ''}{key}"
-        check_name(call, shown)
+        one.check_name(shown)
         arrays = [parameter] if mxnet_compat.is_ndarray(parameter) else mxnet_compat.arrays_of(parameter)
         if arrays is None:
             deferred.append((shown, parameter))
         else:
-            groups.append(_group(call, shown, arrays))
-    with world.submitting():
+            groups.append(Group(shown, [arrays[0]], unique(arrays)))
+            check_group(one.call, groups[-1])
+    with one.world.submitting():
         # Two networks may have parameters of the same names.
-        namespace = unnamed(world, "broadcast_parameters")
-        _broadcast_group(call, world, namespace, groups, root)
+        namespace = f"{NAMESPACE}/{one.unnamed('broadcast_parameters')}"
+        if groups:
+            Operations(one.world, namespace).broadcast(one.call, groups, 0, root)
         for shown, parameter in deferred:
-            _follow(call, process_set, namespace, shown, parameter, root)
+            _follow(one, process_set, namespace, shown, parameter, root)
         trainers = mxnet_compat.trainers_of(parameter for _, parameter in named)
-        states_differ = not world.is_alone and _states_differ(world, namespace, trainers)
+        states_differ = not one.world.is_alone and _states_differ(one.world, namespace, trainers)
     if states_differ:
         text = "the workers' Trainers differ: the states of their optimizers become those of rank %d, too."
         log.logger.warning(text, root_rank)
@@ -161,23 +140,11 @@ def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: Proc
     """Overwrite the states of a Gluon Trainer's optimizer with the root's, bit by bit; waits for them.
 
     As if the root had called ``trainer.save_states`` and the others ``trainer.load_states``: with the optimizer itself,
-    its counts of updates and its learning rate, and its momenta on all devices.
-
-    Parameters
-    ----------
-    trainer : mxnet.gluon.Trainer
-        Of the same parameters on all workers.
-    root_rank, process_set
-        As `broadcast_object`.
-
-    Raises
-    ------
-    KVHvdError, Exception
-        As `broadcast_object`.
+    its counts of updates and its learning rate, and its momenta on all devices. The Trainer has the same parameters on
+    all workers; the other parameters and exceptions are as those of `broadcast_object`.
     """
-    world = process_set.world("broadcast_trainer_states")
-    call = Call("broadcast_trainer_states", world.topology)
-    root = root_in(call, root_rank, process_set)
+    one = Collective("broadcast_trainer_states", process_set)
+    root = one.root(root_rank)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "states")
         data, refusal = b"", None
@@ -187,9 +154,9 @@ def broadcast_trainer_states(trainer: Any, root_rank: int = 0, process_set: Proc
                 data = file.read()
         except Exception as error:  # noqa: BLE001 - it may raise anything, and the other workers wait
             refusal = error
-        with world.submitting():
-            states = _broadcast_bytes(call, world, None, data, root, refusal)
-        if world.topology.rank != root:
+        with one.world.submitting():
+            states = _broadcast_bytes(one, data, root, refusal)
+        if one.world.topology.rank != root:
             with open(path, "wb") as file:
                 file.write(states)
             trainer.load_states(path)
@@ -206,16 +173,15 @@ def _written(obj: Any) -> tuple[bytes, Optional[Exception]]:
         return b"", error
 
 
-def _broadcast_bytes(
-    call: Call, world: Member, name: Optional[str], data: bytes, root: int, refusal: Optional[Exception]
-) -> memoryview | bytes:
+def _broadcast_bytes(one: Collective, data: bytes, root: int, refusal: Optional[Exception]) -> memoryview | bytes:
     """The root's bytes; waits for them, inside ``world.submitting()``. A `refusal` of any worker fails on all."""
     mxnet_compat.collectives.counts.broadcasts += 1
+    call, world = one.call, one.world
     if world.is_alone:
         if refusal is not None:
             raise refusal
         return data
-    (name,) = names_for(call, world, name, 1)
+    (name,) = one.names()
     row = np.array([root, len(data), refusal is not None], np.int64)
     table = world.all_rows(call.operation, wire_name(NAMESPACE, name), f"'{name}'", row)
     if refusal is not None:
@@ -225,9 +191,8 @@ def _broadcast_bytes(
     refusing = np.flatnonzero(table[:, 2])
     if refusing.size:
         fact = f"{call.topology.rank_list(refusing.tolist())} could not write what was to be sent."
-        raise InvalidRequestError(call.message(name, fact, "see the error there."))
-    is_root = world.topology.rank == root
-    buffer = np.frombuffer(data, np.uint8) if is_root else np.empty(table[root, 1], np.uint8)
+        one.refuse(fact, "see the error there.", name)
+    buffer = np.frombuffer(data, np.uint8) if world.topology.rank == root else np.empty(table[root, 1], np.uint8)
     place = [buffer.ctypes.data]
     request = native.Request(
         "broadcast", wire_name(NAMESPACE, f"{name}/bytes"), f"'{name}'", place, place, buffer.shape, "uint8", root=root
@@ -236,7 +201,7 @@ def _broadcast_bytes(
     return buffer.data
 
 
-def _named(call: Call, params: Any) -> list[tuple[str, Any]]:
+def _named(one: Collective, params: Any) -> list[tuple[str, Any]]:
     """Names and parameters, in a fixed order."""
     if isinstance(params, Mapping) or hasattr(params, "items"):
         named = sorted((str(key), value) for key, value in params.items()) if params else []
@@ -244,23 +209,12 @@ def _named(call: Call, params: Any) -> list[tuple[str, Any]]:
         named = [(f"{index}.{getattr(each, 'name', 'array')}", each) for index, each in enumerate(params)]
     else:
         fix = "pass net.collect_params(), a dict or a list of parameters or arrays."
-        raise InvalidRequestError(call.message(None, f"params is a {type(params).__name__}.", fix))
+        one.refuse(f"params is a {type(params).__name__}.", fix)
     for key, value in named:
         if not mxnet_compat.is_ndarray(value) and not mxnet_compat.is_parameter(value):
             fact = f"it is a {type(value).__name__}, neither a parameter nor an array of MXNet."
-            raise InvalidRequestError(call.message(key, fact, "pass net.collect_params()."))
+            one.refuse(fact, "pass net.collect_params().", key)
     return named
-
-
-def _group(call: Call, shown: str, arrays: list[Any]) -> Group:
-    group = Group(shown, [arrays[0]], unique(arrays))
-    check_group(call, group)
-    return group
-
-
-def _broadcast_group(call: Call, world: Member, namespace: str, groups: list[Group], root: int) -> None:
-    if groups:
-        Operations(world, f"{NAMESPACE}/{namespace}").broadcast(call, groups, 0, root)
 
 
 def _states_differ(world: Member, namespace: str, trainers: list[Any]) -> bool:
@@ -270,7 +224,7 @@ def _states_differ(world: Member, namespace: str, trainers: list[Any]) -> bool:
     rows[world.topology.rank] = len(trainers), zlib.crc32(repr(states).encode())
     table = arrays_from({"states": rows})["states"]
     handles = [mxnet_compat.handle_of(table)]
-    name = wire_name(f"{NAMESPACE}/{namespace}", "states")
+    name = wire_name(namespace, "states")
     world.mxnet_adapter().pushpull(name, "the states of the optimizer", handles, handles)
     if not trainers:
         return False
@@ -278,23 +232,22 @@ def _states_differ(world: Member, namespace: str, trainers: list[Any]) -> bool:
     return len(set(numbers)) == 1 < len(set(digests))
 
 
-def _follow(call: Call, process_set: ProcessSet, namespace: str, shown: str, parameter: Any, root: int) -> None:
+def _follow(one: Collective, process_set: ProcessSet, namespace: str, shown: str, parameter: Any, root: int) -> None:
     """Broadcast a parameter once it is initialised. Nothing waits, and names match: the order may be any."""
 
     def broadcast(parameter: Any) -> None:
-        world = process_set.world(call.operation)
+        world = process_set.world(one.call.operation)
         with world.submitting():
             arrays = mxnet_compat.arrays_of(parameter) or []
-            check_group(call, Group(shown, arrays[:1], arrays))
+            check_group(one.call, Group(shown, arrays[:1], arrays))
             # A copy takes part in the operation. Operators of MXNet share memory for intermediate results: one that
             # waits for this parameter would keep another parameter from being initialised.
             wire = buffer_like(arrays[0])
             if world.topology.rank == root:
                 copy(arrays[0], wire)
-            _broadcast_group(call, world, namespace, [Group(shown, [wire], [wire])], root)
+            Operations(world, namespace).broadcast(one.call, [Group(shown, [wire], [wire])], 0, root)
             if world.topology.rank != root:
                 for each in unique(arrays):
                     copy(wire, each)
 
-    name = wire_name(f"{NAMESPACE}/{namespace}", shown)
-    mxnet_compat.after_initialization(parameter, name, broadcast)
+    mxnet_compat.after_initialization(parameter, wire_name(namespace, shown), broadcast)

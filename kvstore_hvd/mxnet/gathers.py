@@ -5,30 +5,18 @@ First the workers exchange their shapes in one table. Then each makes its output
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError
-from kvstore_hvd.mxnet import gradients
-from kvstore_hvd.mxnet.calls import (
-    NAMESPACE,
-    Average,
-    ReduceOp,
-    Shapes,
-    Sum,
-    check_array,
-    check_list,
-    check_name,
-    exchange_shapes,
-    names_for,
-    reduction,
-)
+from kvstore_hvd.errors import InvalidTypeError
+from kvstore_hvd.mxnet.calls import NAMESPACE, Average, Collective, ReduceOp, Shapes, Sum, exchange_shapes
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.store.arrays import buffer_like, copy, scaled
-from kvstore_hvd.store.keys import Call, Group, Reduction, check_group, priority_of, wire_name
+from kvstore_hvd.store.keys import Group, Reduction, check_group, wire_name
 from kvstore_hvd.store.operations import gpu_of
 from kvstore_hvd.world.member import Member
 
@@ -46,13 +34,8 @@ def allgather(
     tensor : NDArray
         Of equal dtype and shape on all workers, but for the length of the first dimension, which may be zero. Dtypes as
         `allreduce`.
-    name : str, optional
-        Matches the call with those of the other workers. By default the n-th call without a name is matched with the
-        n-th such call of the others.
-    priority : int
-        Higher ones are executed first.
-    process_set : ProcessSet
-        Who takes part.
+    name, priority, process_set
+        As `allreduce`.
 
     Returns
     -------
@@ -68,7 +51,7 @@ def allgather(
     HorovodInternalError
         The world is lost.
     """
-    return _allgather("allgather", [tensor], name, priority, process_set)[0]
+    return _for_each(Collective("allgather", process_set, name, priority), [tensor], _gathered)[0]
 
 
 def grouped_allgather(
@@ -78,7 +61,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[Any]:
     """`allgather` of several arrays: all of them, or none. An empty list is returned itself."""
-    return _allgather("grouped_allgather", tensors, name, priority, process_set)
+    return _for_each(Collective("grouped_allgather", process_set, name, priority), tensors, _gathered)
 
 
 def reducescatter(
@@ -92,29 +75,23 @@ def reducescatter(
 ) -> Any:
     """Reduce an array over the workers, and give each its share of the rows. Waits for the result.
 
+    Exceptions as `allgather`; the other parameters as `allreduce`.
+
     Parameters
     ----------
     tensor : NDArray
-        Of equal dtype and shape on all workers, with at least one dimension. Dtypes as `allreduce`.
+        Of equal dtype and shape on all workers, with at least one dimension.
     op : ReduceOp
         `Average` or `Sum`.
-    name, priority, process_set
-        As `allgather`.
-    prescale_factor, postscale_factor : float
-        As `allreduce`.
 
     Returns
     -------
     NDArray
         The rows of this worker: equally many for all, and one more for the first ones when they do not divide evenly.
-
-    Raises
-    ------
-    KVHvdError, TypeError
-        As `allgather`.
     """
-    factors = prescale_factor, postscale_factor
-    return _reducescatter("reducescatter", [tensor], op, name, priority, factors, process_set)[0]
+    one = Collective("reducescatter", process_set, name, priority)
+    how = one.reduction(op, prescale_factor, postscale_factor, (Average, Sum))
+    return _for_each(one, [tensor], functools.partial(_scattered, how=how))[0]
 
 
 def grouped_reducescatter(
@@ -127,8 +104,9 @@ def grouped_reducescatter(
     process_set: ProcessSet = global_process_set,
 ) -> Sequence[Any]:
     """`reducescatter` of several arrays: all of them, or none. An empty list is returned itself."""
-    factors = prescale_factor, postscale_factor
-    return _reducescatter("grouped_reducescatter", tensors, op, name, priority, factors, process_set)
+    one = Collective("grouped_reducescatter", process_set, name, priority)
+    how = one.reduction(op, prescale_factor, postscale_factor, (Average, Sum))
+    return _for_each(one, tensors, functools.partial(_scattered, how=how))
 
 
 def alltoall(
@@ -140,166 +118,142 @@ def alltoall(
 ) -> Any:
     """Send a part of this worker's rows to each worker, and receive a part from each. Waits for the result.
 
-    Rank r gets the r-th part of every worker's array.
+    Rank r gets the r-th part of every worker's array. Exceptions as `allgather`; the other parameters as `allreduce`.
 
     Parameters
     ----------
     tensor : NDArray
-        Of equal dtype and shape on all workers, but for the length of the first dimension. Dtypes as `allreduce`.
+        Of equal dtype and shape on all workers, but for the length of the first dimension.
     splits : NDArray or numpy.ndarray of int32, or sequence of int, optional
         How many rows each worker gets, in the order of ranks; together all rows. By default all get equally many.
-    name, priority, process_set
-        As `allgather`.
 
     Returns
     -------
     NDArray, or tuple of two NDArray
         The received rows, in the order of the ranks that sent them. With `splits` also how many came from each, as
         int32.
-
-    Raises
-    ------
-    KVHvdError, InvalidTypeError
-        As `allgather`.
     """
-    world = process_set.world("alltoall")
-    call = Call("alltoall", world.topology)
-    priority = priority_of(call, priority)
-    size = world.topology.size
-    check_name(call, name)
-    refusal, rows = _refusal_of(call, world, tensor, name), []
+    one = Collective("alltoall", process_set, name, priority)
+    rows: list[int] = []
+    refusal = _refusal_of(one, tensor)
     if refusal is None:
         try:
-            rows = _rows_to_send(call, name, tensor, splits, size)
+            rows = _rows_to_send(one, tensor, splits)
         except Exception as error:  # noqa: BLE001 - any operator may have failed
             refusal = error
-    tape = gradients.tape(call, world, name, priority)
-    with world.submitting():
-        (key,) = names_for(call, world, name, 1)
-        output, received = _send(call, world, key, tensor, rows, priority, refusal)
+    with one.world.submitting():
+        (key,) = one.names()
+        output, received = _send(one, key, tensor, rows, refusal)
 
-    def back(name: str, gradient: Any) -> Any:
-        with world.submitting():
-            return _send(call, world, name, gradient, received, priority)[0]
+    def back(name: str, given: Any) -> Any:
+        with one.world.submitting():
+            return _send(one, name, given, received)[0]
 
-    if tape is not None:
-        output = tape.exchange(key, tensor, output, back)
+    output = one.differentiable(key, tensor, output, back)
     if splits is None:
         return output
-    like = splits if mxnet_compat.is_ndarray(splits) else tensor
-    return output, _int32_like(like, received)
+    mx, like = mxnet_compat.require_mxnet(), splits if mxnet_compat.is_ndarray(splits) else tensor
+    numbers = np.array(received, np.int32)
+    return output, (mx.np if mxnet_compat.is_np_ndarray(like) else mx.nd).array(numbers, dtype="int32")
 
 
-def gather_bytes(call: Call, world: Member, name: str, data: bytes, refusal: Optional[Exception]) -> list[bytes]:
+def gather_bytes(one: Collective, name: str, data: bytes, refusal: Optional[Exception]) -> list[bytes]:
     """The bytes of all workers, in the order of ranks; waits for them, inside ``world.submitting()``.
 
     With a `refusal` it raises that here, and InvalidRequestError on the others; else as `allgather`.
     """
     mine = np.frombuffer(data, np.uint8)
-    shapes = exchange_shapes(call, world, "object", name, mine, refusal=refusal)
-    if world.is_alone:
+    shapes = exchange_shapes(one, name, mine, refusal)
+    if one.world.is_alone:
         return [data]
-    out, starts = np.empty(sum(shapes.rows), np.uint8), [0] * len(shapes.rows)
+    rows = shapes.rows
+    out, parts = np.empty(sum(rows), np.uint8), _parts(shapes, [0] * len(rows), rows)
     if out.size:
-        addresses = [mine.ctypes.data if data else 0], [out.ctypes.data]
-        request = native.Request(
-            "exchange", _data_name(shapes), call.label(name), *addresses, **_parts(shapes, starts, shapes.rows)
-        )
-        world.engine().run(request)
-    ends = np.cumsum(shapes.rows)
-    return [out[end - rows : end].tobytes() for end, rows in zip(ends, shapes.rows)]
+        _run("exchange", shapes, mine.ctypes.data if data else 0, out.ctypes.data, **parts)
+    return [out[end - count : end].tobytes() for end, count in zip(np.cumsum(rows), rows)]
 
 
-def _allgather(
-    operation: str, tensors: Sequence[Any], name: Optional[str], priority: int, process_set: ProcessSet
-) -> Sequence[Any]:
-    world = process_set.world(operation)
-    call = Call(operation, world.topology)
-    priority = priority_of(call, priority)
-    check_name(call, name)
-    check_list(call, tensors)
+def _for_each(one: Collective, tensors: Sequence[Any], output_of: Callable[[Any, Shapes], Any]) -> Sequence[Any]:
+    """The outputs of arrays, which are all checked, here and with the other workers, before anything is exchanged."""
+    one.check_list(tensors)
     if not tensors:
         return tensors
-    tape, outputs, rank = gradients.tape(call, world, name, priority), [], world.topology.rank
-    with world.submitting():
-        for tensor, shapes in _agree(call, world, "allgather", name, tensors):
-            output = _exchange(shapes, tensor, [0] * len(shapes.rows), shapes.rows, priority)
-            if tape is not None:
-                output = tape.allgather(shapes.name, tensor, output, sum(shapes.rows[:rank]))
-            outputs.append(output)
-    return outputs
+    with one.world.submitting():
+        refusals = [_refusal_of(one, tensor) for tensor in tensors]
+        refusal = next(filter(None, refusals), None)
+        names = one.names(len(tensors))
+        agreed = [exchange_shapes(one, name, each, refusal, len(tensors)) for name, each in zip(names, tensors)]
+        return list(map(output_of, tensors, agreed))
 
 
-def _reducescatter(
-    operation: str,
-    tensors: Sequence[Any],
-    op: ReduceOp,
-    name: Optional[str],
-    priority: int,
-    factors: tuple[float, float],
-    process_set: ProcessSet,
-) -> Sequence[Any]:
-    world = process_set.world(operation)
-    call = Call(operation, world.topology)
-    priority = priority_of(call, priority)
-    reduce = reduction(call, op, *factors, (Average, Sum))
-    check_name(call, name)
-    check_list(call, tensors)
-    if not tensors:
-        return tensors
-    tape, outputs = gradients.tape(call, world, name, priority), []
-    rank, size = world.topology.rank, world.topology.size
-    with world.submitting():
-        for tensor, shapes in _agree(call, world, "reducescatter", name, tensors):
-            share, rest = divmod(tensor.shape[0], size)
-            first, rows = share * rank + min(rank, rest), share + (rank < rest)
-            output = _reduce_rows(shapes, tensor, reduce, first, rows, priority)
-            if tape is not None:
-                output = tape.reducescatter(shapes.name, tensor, output, reduce, first)
-            outputs.append(output)
-    return outputs
-
-
-def _agree(
-    call: Call, world: Member, kind: str, name: Optional[str], tensors: Sequence[Any]
-) -> list[tuple[Any, Shapes]]:
-    """Check all arrays, here and with the other workers, before anything is exchanged."""
-    refusals = [_refusal_of(call, world, tensor, name) for tensor in tensors]
-    refusal = next((error for error in refusals if error is not None), None)
-    return [
-        (tensor, exchange_shapes(call, world, kind, each, tensor, tensors=len(tensors), refusal=refusal))
-        for each, tensor in zip(names_for(call, world, name, len(tensors)), tensors)
-    ]
-
-
-def _refusal_of(call: Call, world: Member, tensor: Any, name: Optional[str]) -> Optional[Exception]:
+def _refusal_of(one: Collective, tensor: Any) -> Optional[Exception]:
     """The error to raise if the array cannot take part; waits until it is computed, and until its device is ready."""
-    shown = name or call.operation
     try:
-        check_array(call, tensor, name)
-        check_group(call, Group(shown, [tensor], [tensor]))
+        one.check_array(tensor)
+        check_group(one.call, Group(one.shown, [tensor], [tensor]))
         mxnet_compat.collectives.counts.reductions += 1
         if not tensor.shape:
-            fix = "reshape it to (1,)."
-            raise InvalidRequestError(call.message(shown, "tensor has no dimensions to take rows from.", fix))
-        place = None if world.is_alone else gpu_of(world, mxnet_compat.context_of(tensor))
+            one.refuse("tensor has no dimensions to take rows from.", "reshape it to (1,).", one.shown)
+        place = None if one.world.is_alone else gpu_of(one.world, mxnet_compat.context_of(tensor))
         if place is not None:
-            world.start_device(place.device_id)
+            one.world.start_device(place.device_id)
         tensor.wait_to_read()
     except Exception as error:  # noqa: BLE001 - any operator may have failed
         return error
     return None
 
 
-def _exchange(shapes: Shapes, tensor: Any, starts: Sequence[int], rows: Sequence[int], priority: int) -> Any:
+def _gathered(tensor: Any, shapes: Shapes) -> Any:
+    """The rows of all workers; the gradient is this worker's rows of the sum of all gradients."""
+    one, rows = shapes.collective, shapes.rows
+    output = _exchange(shapes, tensor, [0] * len(rows), rows)
+    first, count = sum(rows[: one.world.topology.rank]), tensor.shape[0]
+
+    def gradient(name: str, given: Any) -> Any:
+        total = one.reduced(name, given)
+        if not count:
+            total.wait_to_read()  # nothing that is returned depends on it
+        return total[first : first + count]
+
+    return one.differentiable(shapes.name, tensor, output, gradient)
+
+
+def _scattered(tensor: Any, shapes: Shapes, how: Reduction) -> Any:
+    """This worker's rows of the reduced array; the gradient is those of all workers one after the other, scaled too."""
+    one, shape = shapes.collective, tensor.shape
+    topology, context = one.world.topology, mxnet_compat.context_of(tensor)
+    share, rest = divmod(shape[0], topology.size)
+    first, rows = share * topology.rank + min(topology.rank, rest), share + (topology.rank < rest)
+    if one.world.is_alone and how.is_scaled:
+        output = scaled(tensor, how.prescale, how.postscale)
+    else:
+        output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
+        if one.world.is_alone:
+            copy(tensor, output)
+        elif 0 not in shape:
+            parts = [(topology.rank, first * shapes.row_bytes, rows * shapes.row_bytes, 0)]
+            factors = {"op": how.op, "prescale": how.prescale, "postscale": how.postscale}
+            _fill(output, tensor, "reducescatter", shapes, shape=shape, dtype=shapes.dtype, parts=parts, **factors)
+
+    def gradient(name: str, given: Any) -> Any:
+        mine = buffer_like(given, context=mxnet_compat.context_of(given), shape=shape)
+        mine[...] = 0
+        if rows:
+            mine[first : first + rows] = given
+        return one.reduced(name, mine, how)
+
+    return one.differentiable(shapes.name, tensor, output, gradient)
+
+
+def _exchange(shapes: Shapes, tensor: Any, starts: Sequence[int], rows: Sequence[int]) -> Any:
     """A new array of some rows of each worker's array; waits for it, inside ``world.submitting()``."""
     # By rank: the first row to take and how many; the same numbers at both ends.
     context = mxnet_compat.context_of(tensor)
     output = buffer_like(tensor, context=context, shape=(sum(rows), *shapes.shapes[0][1:]))
-    if shapes.world.is_alone:
+    if shapes.collective.world.is_alone:
         copy(tensor, output)
     elif max(shapes.rows) * shapes.row_elements:  # else no worker has anything
-        _fill(output, tensor, shapes, "exchange", priority, **_parts(shapes, starts, rows))
+        _fill(output, tensor, "exchange", shapes, **_parts(shapes, starts, rows))
     return output
 
 
@@ -310,46 +264,28 @@ def _parts(shapes: Shapes, starts: Sequence[int], rows: Sequence[int]) -> dict[s
         if count * unit:
             parts.append((rank, start * unit, count * unit, place))
         place += count * unit
-    contributed = shapes.rows[shapes.world.topology.rank] * shapes.row_elements
+    contributed = shapes.rows[shapes.collective.world.topology.rank] * shapes.row_elements
     extent = (max(shapes.rows) * shapes.row_elements,)
     return {"shape": extent, "dtype": shapes.dtype, "parts": parts, "contributed": contributed}
 
 
-def _reduce_rows(shapes: Shapes, tensor: Any, how: Reduction, first: int, rows: int, priority: int) -> Any:
-    """This worker's rows of the reduced array; waits for them, inside ``world.submitting()``."""
-    context, shape, world = mxnet_compat.context_of(tensor), shapes.shapes[0], shapes.world
-    if world.is_alone and how.is_scaled:
-        return scaled(tensor, how.prescale, how.postscale)
-    output = buffer_like(tensor, context=context, shape=(rows, *shape[1:]))
-    if world.is_alone:
-        copy(tensor, output)
-    elif 0 not in shape:
-        parts = [(world.topology.rank, first * shapes.row_bytes, rows * shapes.row_bytes, 0)]
-        reduction = {"op": how.op, "prescale": how.prescale, "postscale": how.postscale}
-        arguments = {"shape": shape, "dtype": shapes.dtype, "parts": parts, **reduction}
-        _fill(output, tensor, shapes, "reducescatter", priority, **arguments)
-    return output
-
-
-def _fill(output: Any, tensor: Any, shapes: Shapes, operation: str, priority: int, **arguments: Any) -> None:
+def _fill(output: Any, tensor: Any, operation: str, shapes: Shapes, **arguments: Any) -> None:
     """Run one operation of the engine from an array into another one, both through staging copies where necessary."""
-    world, place = shapes.world, gpu_of(shapes.world, mxnet_compat.context_of(tensor))
-    source, start = _memory(world, tensor, place, is_input=True)
-    target, end = _memory(world, output, place, is_input=False)
-    request = native.Request(
-        operation,
-        _data_name(shapes),
-        shapes.call.label(shapes.name),
-        [start],
-        [end],
-        priority=priority,
-        on_device=place is not None,
-        **arguments,
-    )
-    world.engine().run(request)
+    one = shapes.collective
+    place = gpu_of(one.world, mxnet_compat.context_of(tensor))
+    source, start = _memory(one.world, tensor, place, is_input=True)
+    target, end = _memory(one.world, output, place, is_input=False)
+    _run(operation, shapes, start, end, priority=one.priority, on_device=place is not None, **arguments)
     if target is not output:
         copy(target, output)
     del source  # alive until here
+
+
+def _run(operation: str, shapes: Shapes, start: int, end: int, **arguments: Any) -> None:
+    """Run one operation of the engine from one address to another."""
+    # The name itself is that of the table of shapes, where one worker's allgather meets another one's broadcast.
+    one, name = shapes.collective, wire_name(NAMESPACE, f"{shapes.name}/rows")
+    one.world.engine().run(native.Request(operation, name, one.call.label(shapes.name), [start], [end], **arguments))
 
 
 def _memory(world: Member, array: Any, place: Any, is_input: bool) -> tuple[Any, int]:
@@ -372,51 +308,32 @@ def _memory(world: Member, array: Any, place: Any, is_input: bool) -> tuple[Any,
     return staging, mxnet_compat.address_of(staging) or 0
 
 
-def _data_name(shapes: Shapes) -> str:
-    # The name itself is that of the table of shapes, where one worker's allgather meets another one's broadcast.
-    return wire_name(NAMESPACE, f"{shapes.name}/rows")
-
-
 def _send(
-    call: Call,
-    world: Member,
-    name: str,
-    tensor: Any,
-    rows: Sequence[int],
-    priority: int,
-    refusal: Optional[Exception] = None,
+    one: Collective, name: str, tensor: Any, rows: Sequence[int], refusal: Optional[Exception] = None
 ) -> tuple[Any, list[int]]:
-    """What the others sent, and how many rows came from each."""
-    shapes = exchange_shapes(call, world, "alltoall", name, tensor, details=rows, refusal=refusal)
-    rank = world.topology.rank
+    """The rows of the other workers, and how many came from each."""
+    shapes = exchange_shapes(one, name, tensor, refusal, details=rows)
+    rank = one.world.topology.rank
     received = [details[rank] for details in shapes.details]
     starts = [sum(details[:rank]) for details in shapes.details]
-    return _exchange(shapes, tensor, starts, received, priority), received
+    return _exchange(shapes, tensor, starts, received), received
 
 
-def _rows_to_send(call: Call, name: Optional[str], tensor: Any, splits: Any, size: int) -> list[int]:
-    shown, length = name or call.operation, tensor.shape[0]
+def _rows_to_send(one: Collective, tensor: Any, splits: Any) -> list[int]:
+    size, length = one.world.topology.size, tensor.shape[0]
     if splits is None:
         if length % size:
-            fact, fix = f"{length} rows cannot be divided by {size} workers.", "pass splits."
-            raise InvalidRequestError(call.message(shown, fact, fix))
+            one.refuse(f"{length} rows cannot be divided by {size} workers.", "pass splits.", one.shown)
         return [length // size] * size
     fix = f"pass {size} non-negative numbers as int32, which make {length} together."
     if hasattr(splits, "asnumpy"):
         splits = splits.asnumpy()
     if isinstance(splits, np.ndarray):
         if splits.dtype != np.int32:
-            raise InvalidRequestError(call.message(shown, f"splits has dtype {splits.dtype.name}.", fix))
+            one.refuse(f"splits has dtype {splits.dtype.name}.", fix, one.shown)
         splits = splits.tolist() if splits.ndim == 1 else [splits.tolist()]
     if not isinstance(splits, (list, tuple)) or not all(type(each) is int for each in splits):
-        raise InvalidTypeError(call.message(shown, f"splits is {splits!r}.", fix))
+        raise InvalidTypeError(one.call.message(one.shown, f"splits is {splits!r}.", fix))
     if len(splits) != size or any(each < 0 for each in splits) or sum(splits) != length:
-        raise InvalidRequestError(call.message(shown, f"splits is {list(splits)}, for {length} rows.", fix))
+        one.refuse(f"splits is {list(splits)}, for {length} rows.", fix, one.shown)
     return list(splits)
-
-
-def _int32_like(array: Any, numbers: Sequence[int]) -> Any:
-    mx = mxnet_compat.require_mxnet()
-
-    kind = mx.np if mxnet_compat.is_np_ndarray(array) else mx.nd
-    return kind.array(np.array(numbers, np.int32), dtype="int32")

@@ -1,7 +1,7 @@
 """The asynchronous collectives on arrays of MXNet: allreduce and broadcast. `gathers` has the collectives that wait.
 
 They are operations of MXNet's engine, like those of the store. Calls of one name keep their order; between names order
-does not matter. Within ``mx.autograd.record()`` gradients flow through calls that make new arrays, see `gradients`.
+does not matter. Within ``mx.autograd.record()`` gradients flow through calls that make new arrays.
 """
 
 from __future__ import annotations
@@ -14,35 +14,28 @@ from collections.abc import Sequence
 from typing import Any, Optional, TypeVar
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError, fault_of_text
+from kvstore_hvd.errors import fault_of_text
 from kvstore_hvd.join import following
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet import basics as _basics
-from kvstore_hvd.mxnet import gradients
 from kvstore_hvd.mxnet.basics import *
 from kvstore_hvd.mxnet.calls import (
     NAMESPACE,
     Adasum,
     Average,
+    Collective,
     Max,
     Min,
     Product,
     ReduceOp,
     Sum,
-    check_array,
-    check_list,
-    check_name,
-    names_for,
-    reduction,
-    root_in,
 )
 from kvstore_hvd.mxnet.gathers import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from kvstore_hvd.store.arrays import buffer_like
-from kvstore_hvd.store.keys import MAX_KEYS, Call, Group, check_group, priority_of, wire_name
+from kvstore_hvd.store.keys import MAX_KEYS, Group, check_group, wire_name
 from kvstore_hvd.store.operations import Operations
 from kvstore_hvd.world import process
-from kvstore_hvd.world.member import Member
 
 __all__ = [
     "Adasum",
@@ -165,24 +158,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
     op: Optional[ReduceOp] = None,
 ) -> Sequence[Tensor]:
-    """Reduce arrays over the workers, into new ones: all, or none where the workers disagree. Asynchronous.
-
-    Parameters
-    ----------
-    tensors : sequence of NDArray
-        An empty one is returned itself.
-    average, name, priority, prescale_factor, postscale_factor, process_set, op
-        As `allreduce`, for all of them.
-
-    Returns
-    -------
-    list of NDArray
-
-    Raises
-    ------
-    KVHvdError, TypeError
-        As `allreduce`.
-    """
+    """`allreduce` of several arrays: all, or none where the workers disagree. An empty list is returned itself."""
     factors = prescale_factor, postscale_factor
     return _allreduce("grouped_allreduce", False, tensors, average, name, priority, factors, process_set, op)
 
@@ -209,7 +185,7 @@ def broadcast(
     priority: int = 0,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
-    """Give every worker the root's array, as a new array. Asynchronous.
+    """Give every worker the root's array, as a new array. Asynchronous. Exceptions as `allreduce`.
 
     Within ``mx.autograd.record()`` the root's array gets the sum of all workers' gradients, the others get zeros.
 
@@ -226,11 +202,6 @@ def broadcast(
     -------
     NDArray
         Of the tensor's class, on its device.
-
-    Raises
-    ------
-    KVHvdError, TypeError
-        As `allreduce`.
     """
     received: Tensor = _broadcast(tensor, root_rank, name, priority, process_set, in_place=False)
     return received
@@ -249,15 +220,7 @@ def broadcast_(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every member has called it. Does not wait for pending operations on arrays.
-
-    Raises
-    ------
-    HorovodInternalError
-        The world is lost.
-    InvalidRequestError, NotInitializedError
-        This worker is not a member of the set, or there is no world.
-    """
+    """Wait until every member has called it, not for pending operations on arrays. Exceptions as `allreduce`."""
     process_set.world("barrier").barrier("hvd")
 
 
@@ -273,8 +236,6 @@ def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:
     ----------
     device : int
         Without effect.
-    process_set : ProcessSet
-        Whose workers.
 
     Returns
     -------
@@ -290,13 +251,13 @@ def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:
     HorovodInternalError
         The world is lost.
     """
-    world = process_set.world("join")
-    if is_uneven() and not world.is_alone:
-        fact, fix = "it cannot be used within Join, whose workers wait for each other at its end.", "call it after it."
-        raise InvalidRequestError(Call("join", world.topology).message(None, fact, fix))
-    last = following.join(world)
-    with world.submitting():
-        world.agree_on_numbers()
+    one = Collective("join", process_set)
+    if is_uneven() and not one.world.is_alone:
+        fact = "it cannot be used within Join, whose workers wait for each other at its end."
+        one.refuse(fact, "call it after it.")
+    last = following.join(one.world)
+    with one.world.submitting():
+        one.world.agree_on_numbers()
     return int((process_set.ranks or [])[last])
 
 
@@ -311,31 +272,36 @@ def _allreduce(
     process_set: ProcessSet,
     op: Optional[ReduceOp],
 ) -> Sequence[Any]:
-    world = process_set.world(operation)
-    call = Call(operation, world.topology)
-    priority = priority_of(call, priority)  # before a call without a name counts
-    how = reduction(call, _op(call, average, op), *factors)
-    check_name(call, name)
-    check_list(call, tensors)
+    one = Collective(operation, process_set, name, priority)
+    if average is not None:
+        if op is not None:
+            one.refuse("both average and op are given.", "pass op only: hvd.Average or hvd.Sum.")
+        warnings.warn(_AVERAGE_IS_DEPRECATED, DeprecationWarning, stacklevel=3)
+        op = Average if average else Sum
+    how = one.reduction(Average if op is None else op, *factors)
+    one.check_list(tensors)
     if not tensors:
         return tensors
     for tensor in tensors:
-        check_array(call, tensor, name)
+        one.check_array(tensor)
         if in_place:
-            gradients.refuse_in_place(call, name, tensor)
+            one.refuse_in_place(tensor)
         elif how.op not in ("sum", "average"):
-            fact = f"op {how.op.capitalize()} has no gradient."
             fix = "use Sum or Average, or call it within mx.autograd.pause()."
-            gradients.refuse_in_graph(call, name, tensor, fact, fix)
-    with world.submitting():
-        groups = _groups(call, world, name, tensors, in_place, allow_rows=True)
+            one.refuse_in_graph(tensor, f"op {how.op.capitalize()} has no gradient.", fix)
+    with one.world.submitting():
+        groups = _groups(one, tensors, in_place, allow_rows=True)
         if len(tensors) > 1:
-            how = dataclasses.replace(how, group=_hash(groups))
-        Operations(world, NAMESPACE).pushpull(call, groups, priority, how)
+            # The workers compare shapes and dtypes in their order.
+            text = repr([(tuple(each.values[0].shape), each.facts[id(each.values[0])].dtype) for each in groups])
+            digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+            how = dataclasses.replace(how, group=int.from_bytes(digest, "little"))
+        Operations(one.world, NAMESPACE).pushpull(one.call, groups, one.priority, how)
         outs = [group.outs[0] for group in groups]
         if mxnet_compat.is_recording() and not (in_place or groups[0].is_row_sparse):
-            tape = gradients.Tape(call, world, name is not None, priority)
-            outs = [tape.allreduce(str(one.key), each, out, how) for one, each, out in zip(groups, tensors, outs)]
+            back = functools.partial(one.reduced, how=how)
+            keys = [str(group.key) for group in groups]
+            outs = [one.differentiable(key, each, out, back) for key, each, out in zip(keys, tensors, outs)]
     return outs
 
 
@@ -389,61 +355,44 @@ def _in_place(name: Any, priority: Any, average: Any, op: Any, prescale: Any, po
     return wire_name(NAMESPACE, name), f"'{name}'", priority, op.name.lower(), prescale, postscale
 
 
-def _hash(groups: Sequence[Group]) -> int:
-    """Of shapes and dtypes, in their order."""
-    text = repr([(tuple(each.values[0].shape), each.facts[id(each.values[0])].dtype) for each in groups])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-
 def _broadcast(
     tensor: Any, root_rank: int, name: Optional[str], priority: int, process_set: ProcessSet, in_place: bool
 ) -> Any:
-    world = process_set.world("broadcast")
-    call = Call("broadcast", world.topology)
-    priority = priority_of(call, priority)
-    root = root_in(call, root_rank, process_set)
-    check_name(call, name)
-    check_array(call, tensor, name)
+    one = Collective("broadcast", process_set, name, priority)
+    root = one.root(root_rank)
+    one.check_array(tensor)
     if in_place:
-        gradients.refuse_in_place(call, name, tensor)
-    with world.submitting():
-        groups = _groups(call, world, name, [tensor], in_place)
-        Operations(world, NAMESPACE).broadcast(call, groups, priority, root)
-        out = groups[0].outs[0]
-        if mxnet_compat.is_recording() and not in_place:
-            tape = gradients.Tape(call, world, name is not None, priority)
-            out = tape.broadcast(str(groups[0].key), tensor, out, root)
-    return out
+        one.refuse_in_place(tensor)
+    with one.world.submitting():
+        (group,) = _groups(one, [tensor], in_place)
+        Operations(one.world, NAMESPACE).broadcast(one.call, [group], one.priority, root)
+        if in_place:
+            return tensor
+
+        def gradient(name: str, given: Any) -> Any:
+            total = one.reduced(name, given)
+            if one.world.topology.rank != root:
+                total[...] = 0  # after the reduction
+            return total
+
+        return one.differentiable(str(group.key), tensor, group.outs[0], gradient)
 
 
-def _groups(
-    call: Call, world: Member, name: Optional[str], tensors: Sequence[Any], in_place: bool, allow_rows: bool = False
-) -> list[Group]:
+def _groups(one: Collective, tensors: Sequence[Any], in_place: bool, allow_rows: bool = False) -> list[Group]:
     """The tensors with the arrays that receive the results, as groups that have been checked."""
     groups, sparse = [], 0
     for tensor in tensors:
         out = tensor if in_place else buffer_like(tensor, context=mxnet_compat.context_of(tensor))
-        group = Group(name or call.operation, [tensor], [out])
-        check_group(call, group, allow_rows)
+        group = Group(one.shown, [tensor], [out])
+        check_group(one.call, group, allow_rows)
         groups.append(group)
         sparse += group.is_row_sparse
     if 0 < sparse < len(groups):
-        key = next(group.key for group in groups if group.is_row_sparse)
         fact, fix = "the group has dense and row_sparse arrays.", "reduce each kind in a group of its own."
-        raise InvalidRequestError(call.message(key, fact, fix))
-    for group in groups if sparse and not in_place else ():
+        one.refuse(fact, fix, one.shown)
+    for tensor in tensors if sparse and not in_place else ():
         fact, fix = "row_sparse arrays have no gradient here.", "call it within mx.autograd.pause()."
-        gradients.refuse_in_graph(call, str(group.key), group.values[0], fact, fix)
-    for group, key in zip(groups, names_for(call, world, name, len(tensors))):
+        one.refuse_in_graph(tensor, fact, fix)
+    for group, key in zip(groups, one.names(len(tensors))):
         group.key = key
     return groups
-
-
-def _op(call: Call, average: Optional[bool], op: Optional[ReduceOp]) -> ReduceOp:
-    if average is None:
-        return Average if op is None else op
-    if op is not None:
-        fact = "both average and op are given."
-        raise InvalidRequestError(call.message(None, fact, "pass op only: hvd.Average or hvd.Sum."))
-    warnings.warn(_AVERAGE_IS_DEPRECATED, DeprecationWarning, stacklevel=4)
-    return Average if average else Sum

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import mxnet as mx
 import numpy as np
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.mxnet.batch_statistics import StatisticsExchange
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.mxnet_compat.graph import SYNC_BATCH_NORM
@@ -35,13 +35,9 @@ class SyncBatchNorm(mx.gluon.nn.BatchNorm):
 
     Parameters
     ----------
-    axis, momentum, epsilon, center, scale, use_global_stats, in_channels
-        As ``mxnet.gluon.nn.BatchNorm``.
-    beta_initializer, gamma_initializer, running_mean_initializer, running_variance_initializer
-        As ``mxnet.gluon.nn.BatchNorm``.
     process_set : ProcessSet
         Whose batches are normalized together; this worker must be a member when it trains.
-    **kwargs
+    others, **kwargs
         As ``mxnet.gluon.nn.BatchNorm``.
 
     Raises
@@ -101,36 +97,32 @@ class SyncBatchNorm(mx.gluon.nn.BatchNorm):
         def hybrid_forward(self, F: Any, x: Any, *parameters: Any, **named: Any) -> Any:  # noqa: N803 - MXNet's name
             """See ``mxnet.gluon.HybridBlock``."""
             ordered = parameters or [named[name] for name in _PARAMETERS]
-            if isinstance(x, mx.sym.Symbol) and not self._kwargs["use_global_stats"]:
-                return self._normalized(x, *ordered)
-            if not isinstance(x, mx.sym.Symbol) and self._synchronizes(x):
-                return self._over_all(x, *ordered)
-            return super().hybrid_forward(F, x, *ordered)
+            own = self._synchronized(x, isinstance(x, mx.sym.Symbol), ordered)
+            return super().hybrid_forward(F, x, *ordered) if own is None else own
 
     else:
 
         def forward(self, x: Any) -> Any:
             """See ``mxnet.gluon.HybridBlock``."""
             ordered = [getattr(self, name).data(x.device) for name in _PARAMETERS]
-            if mxnet_compat.is_tracing() and not self._kwargs["use_global_stats"]:
-                return self._normalized(x, *ordered)
-            if not mxnet_compat.is_tracing() and self._synchronizes(x):
-                return self._over_all(x, *ordered)
-            return super().forward(x)
+            own = self._synchronized(x, mxnet_compat.is_tracing(), ordered)
+            return super().forward(x) if own is None else own
 
-    def _synchronizes(self, values: Any) -> bool:
-        """Whether a forward pass over arrays needs the other workers; checks what can be checked beforehand."""
-        if not mx.autograd.is_training() or self._kwargs["use_global_stats"]:
-            return False
-        world, call = self._exchange.check()
+    def _synchronized(self, values: Any, is_graph: bool, parameters: Sequence[Any]) -> Any:
+        """The output that the batches of all workers have; None where MXNet's layer computes the same."""
+        if self._kwargs["use_global_stats"]:
+            return None
+        if is_graph:
+            return self._normalized(values, *parameters)
+        if not mx.autograd.is_training():
+            return None
+        one = self._exchange.check()
         if not -values.ndim <= self._kwargs["axis"] < values.ndim:
             fact = f"there is no axis {self._kwargs['axis']} in an array of shape {values.shape}."
-            raise InvalidRequestError(call.message(self.gamma.name, fact, "pass the axis of the channels."))
-        return not world.is_alone
-
-    def _over_all(self, values: Any, *parameters: Any) -> Any:
-        """Submit a forward pass that needs the other workers."""
-        with self._exchange.check()[0].submitting():
+            one.refuse(fact, "pass the axis of the channels.", self.gamma.name)
+        if one.world.is_alone:
+            return None
+        with one.world.submitting():
             return self._normalized(values, *parameters)
 
     def _normalized(self, values: Any, *parameters: Any) -> Any:

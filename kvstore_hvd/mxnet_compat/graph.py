@@ -123,9 +123,7 @@ def _with_subclasses(kind: Any) -> Iterator[Any]:
 
 
 def _has_sync_batch_norm(block: Any) -> bool:
-    if hasattr(block, "_synchronizes"):
-        return True
-    return any(map(_has_sync_batch_norm, children_of(block)))
+    return hasattr(block, "_synchronized") or any(map(_has_sync_batch_norm, children_of(block)))
 
 
 def _compiled_of(mxnet: Any, block: Any) -> Any:
