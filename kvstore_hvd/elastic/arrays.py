@@ -119,7 +119,7 @@ class ArraysHandler(StagedHandler):
         known = self._specs.get(id(array))
         if known is not None:
             return known[1]
-        stype = mxnet_compat.stype_of(array)
+        stype = array.stype
         if stype != "default":
             fact, fix = f"cannot save {stype} arrays.", "in Gluon, create the layer with sparse_grad=False."
             raise UnsupportedDtypeError(message(fact, operation="state", name=str(name), fix=fix))

@@ -75,7 +75,7 @@ class TrainerHandler(ArraysHandler):
         # another step for workers that come later: so it is made here.
         store = mxnet_compat.store_in(self.value)
         super().receive()
-        if isinstance(store, kvstore_hvd.Horovod) or mxnet_compat.broadcasts_parameters(self.value):
+        if isinstance(store, kvstore_hvd.Horovod) or mxnet_compat.exchange_of(self.value).first_values_by:
             # A Trainer broadcasts its parameters in its first step, too. The state broadcasts the parameters that have
             # values; the others follow in the next step of all workers.
             deferred = set(self._spare.details["deferred"])

@@ -24,15 +24,10 @@ _ROOT = "horovod"
 _NAMES = {
     _ROOT: "kvstore_hvd.horovod",
     "horovod.mxnet": "kvstore_hvd.mxnet",
+    "horovod.mxnet.compression": "kvstore_hvd.mxnet.calls",
     "horovod.common": "kvstore_hvd.horovod",
     "horovod.common.exceptions": "kvstore_hvd.errors",
 }
-# Listed in the error about a missing module.
-_OFFERED = (
-    "horovod.mxnet (with elastic, mpi_ops, compression, functions, process_sets)",
-    "horovod.common.exceptions",
-    "horovod.run()",
-)
 _WRAPPED = "_kvstore_hvd_wraps"
 
 
@@ -105,7 +100,10 @@ class _Finder:
             raise ModuleNotFoundError(
                 message(
                     f"No module named '{name}': kvstore_hvd answers for Horovod here, and offers what MXNet needs.",
-                    details=["offered: " + ", ".join(_OFFERED)],
+                    details=[
+                        "offered: horovod.mxnet (with elastic, mpi_ops, compression, functions, process_sets), "
+                        "horovod.common.exceptions, horovod.run()"
+                    ],
                     fix="import horovod.mxnet; for other frameworks install Horovod.",
                 ),
                 name=name,

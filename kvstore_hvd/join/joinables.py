@@ -84,10 +84,10 @@ class Joinable(ABC):
 def joinable_for(thing: Any) -> Joinable:
     """The joinable itself, or the one of a Trainer."""
     if mxnet_compat.is_trainer(thing):
-        joinable: Joinable | None = mxnet_compat.joinable_of(thing)
+        joinable: Joinable | None = mxnet_compat.exchange_of(thing).joinable
         if joinable is None:
             joinable = _TrainerJoinable(thing)
-            mxnet_compat.note_joinable(thing, joinable)
+            mxnet_compat.exchange_of(thing).joinable = joinable
         return joinable
     if not isinstance(thing, Joinable):
         fact = f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}."

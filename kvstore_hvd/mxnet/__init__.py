@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.mxnet import mpi_ops as _mpi_ops
 from kvstore_hvd.mxnet.basics import *
-from kvstore_hvd.mxnet.compression import Compression
+from kvstore_hvd.mxnet.calls import Compression
 from kvstore_hvd.mxnet.functions import (
     allgather_object,
     broadcast_object,
@@ -43,18 +43,14 @@ if TYPE_CHECKING:
     from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
     from kvstore_hvd.mxnet.sync_batch_norm import SyncBatchNorm
 else:
-    # Their classes derive from MXNet's, which may be absent.
-    _HOMES = {
-        "DistributedOptimizer": "optimizer",
-        "DistributedTrainer": "optimizer",
-        "SyncBatchNorm": "sync_batch_norm",
-    }
 
     def __getattr__(name: str) -> Any:
         if name == "elastic":  # stands above this package
             return importlib.import_module("kvstore_hvd.mxnet.elastic")
-        if name not in _HOMES:
+        # Classes that derive from MXNet's, which may be absent.
+        if name not in ("DistributedOptimizer", "DistributedTrainer", "SyncBatchNorm"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         _require_mxnet()
-        value = globals()[name] = getattr(importlib.import_module(f"kvstore_hvd.mxnet.{_HOMES[name]}"), name)
+        home = "sync_batch_norm" if name == "SyncBatchNorm" else "optimizer"
+        value = globals()[name] = getattr(importlib.import_module(f"kvstore_hvd.mxnet.{home}"), name)
         return value

@@ -58,11 +58,9 @@ def init(comm: Any = None, process_sets: Union[Sequence[sets.ProcessSet], str, N
     ------
     LaunchError
         The workers could not find each other.
-    InvalidRequestError
-        An argument is wrong. If it is about `process_sets`, every worker raises this: it has joined the world, but no
-        set has been added.
-    MismatchError
-        The workers name different sets. Every worker raises this: it has joined the world, but no set has been added.
+    InvalidRequestError, MismatchError
+        An argument is wrong, or the workers name different sets. If it is about `process_sets`, every worker raises
+        this: it has joined the world, but no set has been added.
     ConfigError
         The environment has settings that cannot be used.
     """
@@ -74,18 +72,14 @@ def init(comm: Any = None, process_sets: Union[Sequence[sets.ProcessSet], str, N
     process.current().init(comm)
     if dynamic:
         sets.allow_dynamic()
-    sets.add_at_start(chosen)
+    if any(each.process_set_id is None for each in chosen):
+        sets.register(chosen, "init")
 
 
 def shutdown() -> None:
     """Leave the world, after this worker's pending operations; does nothing without one. `init` joins a fresh one.
 
-    Process sets end with it.
-
-    Raises
-    ------
-    HorovodInternalError, KVHvdError
-        As `kvstore_hvd.shutdown`.
+    Process sets end with it. Exceptions as `kvstore_hvd.shutdown`.
     """
     process.current().shutdown()
 

@@ -1,4 +1,4 @@
-"""The parts that the collectives of the Horovod API have in common: ops, checked arguments, gradients and shapes."""
+"""The parts of the Horovod API that its calls have in common: ops, compression, checks, gradients and shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, fault_of_text
 from kvstore_hvd.mxnet.process_sets import ProcessSet
-from kvstore_hvd.store.arrays import buffer_like
+from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.keys import SUM, Call, Group, Reduction, priority_of, reject_array, wire_name
 from kvstore_hvd.store.operations import Operations
 
@@ -38,6 +38,87 @@ Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+
+
+# -- Compression of gradients ------------------------------------------------------------------------------------------
+
+
+class Compressor:
+    """Turns an array into one that is exchanged in its place, and back."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """The array to exchange, and the context for `decompress`."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """The exchanged array in the format of the original."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Leaves arrays as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """See `Compressor.compress`."""
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """See `Compressor.decompress`."""
+        return tensor
+
+
+class FP16Compressor(Compressor):
+    """Rounds float32 and float64 to float16, and leaves the rest as it is."""
+
+    _dtype = "float16"
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """See `Compressor.compress`."""
+        name = mxnet_compat.dtype_name(tensor)
+        return (_cast(tensor, cls._dtype), name) if name in ("float32", "float64") else (tensor, None)
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """See `Compressor.decompress`."""
+        return tensor if ctx is None else _cast(tensor, ctx)
+
+
+class BF16Compressor(FP16Compressor):
+    """Rounds float32 and float64 to bfloat16, and leaves the rest as it is."""
+
+    _dtype = "bfloat16"
+
+
+class Compression:
+    """What gradients are rounded to before they are exchanged; pass one of these as ``compression``.
+
+    `none`: nothing. `fp16`, `bf16`: float32 and float64 are rounded to float16 or bfloat16, and the result is cast
+    back; other dtypes stay as they are. On one host workers share memory, so this saves no time. For another format
+    pass a class with the static methods ``compress(tensor) -> (array to exchange, ctx)`` and
+    ``decompress(array, ctx) -> array``.
+    """
+
+    none = NoneCompressor
+    fp16 = FP16Compressor
+    bf16 = BF16Compressor
+
+
+#: What a store's ``set_gradient_compression`` calls the classes whose work it does itself; not so of derived classes.
+STORE_TYPES: dict[type, str] = {NoneCompressor: "none", FP16Compressor: "fp16"}
+
+
+def _cast(tensor: Any, dtype: Any) -> Any:
+    result = buffer_like(tensor, dtype, context=mxnet_compat.context_of(tensor))
+    copy(tensor, result)
+    return result
+
+
+# -- A call ------------------------------------------------------------------------------------------------------------
 
 
 class Collective:

@@ -6,7 +6,6 @@ import os
 import pickle
 import tempfile
 import zlib
-from collections.abc import Mapping
 from typing import Any, Optional
 
 import numpy as np
@@ -203,7 +202,7 @@ def _broadcast_bytes(one: Collective, data: bytes, root: int, refusal: Optional[
 
 def _named(one: Collective, params: Any) -> list[tuple[str, Any]]:
     """Names and parameters, in a fixed order."""
-    if isinstance(params, Mapping) or hasattr(params, "items"):
+    if hasattr(params, "items"):
         named = sorted((str(key), value) for key, value in params.items()) if params else []
     elif isinstance(params, (list, tuple)):
         named = [(f"{index}.{getattr(each, 'name', 'array')}", each) for index, each in enumerate(params)]
@@ -219,7 +218,9 @@ def _named(one: Collective, params: Any) -> list[tuple[str, Any]]:
 
 def _states_differ(world: Member, namespace: str, trainers: list[Any]) -> bool:
     """Whether the workers have as many Trainers, which differ; waits for them if this one has any."""
-    states = [(each._optimizer.num_update, mxnet_compat.states_in(each)) for each in trainers]
+    states = [
+        (each._optimizer.num_update, [mxnet_compat.states_of(one) for one in each._updaters[:1]]) for each in trainers
+    ]
     rows = np.zeros((world.topology.size, 2), np.int64)
     rows[world.topology.rank] = len(trainers), zlib.crc32(repr(states).encode())
     table = arrays_from({"states": rows})["states"]

@@ -55,10 +55,7 @@ def allgather(
 
 
 def grouped_allgather(
-    tensors: Sequence[Any],
-    name: Optional[str] = None,
-    priority: int = 0,
-    process_set: ProcessSet = global_process_set,
+    tensors: Sequence[Any], name: Optional[str] = None, priority: int = 0, process_set: ProcessSet = global_process_set
 ) -> Sequence[Any]:
     """`allgather` of several arrays: all of them, or none. An empty list is returned itself."""
     return _for_each(Collective("grouped_allgather", process_set, name, priority), tensors, _gathered)

@@ -19,17 +19,7 @@ from kvstore_hvd.join import following
 from kvstore_hvd.join.context import is_uneven
 from kvstore_hvd.mxnet import basics as _basics
 from kvstore_hvd.mxnet.basics import *
-from kvstore_hvd.mxnet.calls import (
-    NAMESPACE,
-    Adasum,
-    Average,
-    Collective,
-    Max,
-    Min,
-    Product,
-    ReduceOp,
-    Sum,
-)
+from kvstore_hvd.mxnet.calls import NAMESPACE, Adasum, Average, Collective, Max, Min, Product, ReduceOp, Sum
 from kvstore_hvd.mxnet.gathers import allgather, alltoall, grouped_allgather, grouped_reducescatter, reducescatter
 from kvstore_hvd.mxnet.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from kvstore_hvd.store.arrays import buffer_like

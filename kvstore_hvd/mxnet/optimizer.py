@@ -5,17 +5,16 @@ Both exchange gradients through a store of their own, like ``Trainer(kvstore='ho
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, NoReturn
 
 import mxnet as mx
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
-from kvstore_hvd.mxnet.compression import Compression, store_type
+from kvstore_hvd.mxnet.calls import STORE_TYPES, Compression
 from kvstore_hvd.mxnet.process_sets import ProcessSet, global_process_set
 from kvstore_hvd.store.arrays import copy
 from kvstore_hvd.store.keys import Reduction
@@ -119,20 +118,21 @@ class DistributedTrainer(mx.gluon.Trainer):
             optimizer = optimizer.unwrap()
         if prefix is not None and not isinstance(prefix, str):
             _refuse("DistributedTrainer", f"prefix is {prefix!r}.", "pass a str.")
-        store = _store_for("DistributedTrainer", gradient_predivide_factor, num_groups, process_set)
+        store = _store_for("DistributedTrainer", gradient_predivide_factor, num_groups, process_set, sparse_as_dense)
         self._world, self._process_set = store._member, process_set
-        self._sparse_as_dense = _checked_flag("DistributedTrainer", sparse_as_dense)
-        self._compression = compression
+        self._sparse_as_dense, self._compression = sparse_as_dense, compression
         #: See `join.joinables`: None means all workers.
         self._process_group = None if process_set is global_process_set else process_set
-        self._is_compressed_here = not store_type(compression)
+        kind = compression if isinstance(compression, type) else type(compression)
+        self._is_compressed_here = kind not in STORE_TYPES
         if not self._is_compressed_here:
-            store.set_gradient_compression({"type": store_type(compression)})
+            store.set_gradient_compression({"type": STORE_TYPES[kind]})
         super().__init__(params, optimizer, optimizer_params, kvstore=store, update_on_kvstore=False)
         # Not in the reduction: gradients stay where they are summed, and AMP reads the scale from here.
         self.__dict__["_scale"] = Scale(self._optimizer.rescale_grad * gradient_predivide_factor, workers=1)
         if prefix:
-            mxnet_compat.name_parameters(self, prefix)
+            names = mxnet_compat.exchange_of(self).names
+            names.update({id(each): prefix + names.get(id(each), each.name) for each in self._params})
 
     @property
     def _workers(self) -> int:
@@ -140,29 +140,25 @@ class DistributedTrainer(mx.gluon.Trainer):
         return _members_of(self._process_set, self._world)
 
     def _allreduce_grads(self) -> None:
-        if not self._world.topology.is_member:
-            super()._allreduce_grads()
-            return
         widens = self._sparse_as_dense and any(
             parameter.grad_req != "null" and parameter._grad_stype != "default" for parameter in self._params
         )
-        if not (self._is_compressed_here or widens):
+        if not (self._world.topology.is_member and (self._is_compressed_here or widens)):
             super()._allreduce_grads()
-            return
-        mxnet_compat.exchange_gradients(self, DistributedTrainer._allreduce_one_by_one, in_one_call=False)
+        else:
+            mxnet_compat.exchange_gradients(self, DistributedTrainer._allreduce_one_by_one, in_one_call=False)
 
     def _allreduce_one_by_one(self) -> None:
-        reduce = self._allreduce_compressed if self._is_compressed_here else self._allreduce
         _submit_all(
-            functools.partial(reduce, mxnet_compat.key_of(self, parameter), parameter.list_grad())
+            functools.partial(self._allreduce, mxnet_compat.key_of(self, parameter), parameter.list_grad())
             for parameter in self._params
             if parameter.grad_req != "null"
         )
 
     def _allreduce(self, key: int, gradients: list[Any]) -> None:
-        _pushpull(self._kvstore, key, gradients, self._sparse_as_dense)
-
-    def _allreduce_compressed(self, key: int, gradients: list[Any]) -> None:
+        if not self._is_compressed_here:
+            _pushpull(self._kvstore, key, gradients, self._sparse_as_dense)
+            return
         compressed = [self._compression.compress(each) for each in gradients]
         _pushpull(self._kvstore, key, [each for each, _ in compressed], self._sparse_as_dense)
         for gradient, (each, context) in zip(gradients, compressed):
@@ -202,19 +198,13 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         if isinstance(optimizer, DistributedOptimizer) or not isinstance(optimizer, mx.optimizer.Optimizer):
             fact, fix = f"the optimizer is a {type(optimizer).__name__}.", "pass one of mx.optimizer."
             _refuse("DistributedOptimizer", fact, fix)
-        store = _store_for("DistributedOptimizer", gradient_predivide_factor, num_groups, process_set)
-        dense = _checked_flag("DistributedOptimizer", sparse_as_dense)
-        self.__dict__.update(_optimizer=optimizer, _store=store, _factor=gradient_predivide_factor, _set=process_set)
-        self.__dict__["_sparse_as_dense"] = dense
+        store = _store_for("DistributedOptimizer", gradient_predivide_factor, num_groups, process_set, sparse_as_dense)
+        self.__dict__.update(_optimizer=optimizer, _factor=gradient_predivide_factor, _set=process_set)
+        self.__dict__.update(_sparse_as_dense=sparse_as_dense, _kvstore_hvd_store=store)
 
     def unwrap(self) -> Any:
         """The inner optimizer, whose ``rescale_grad`` is not divided by the number of workers."""
         return self._optimizer
-
-    @property
-    def _kvstore_hvd_store(self) -> Any:
-        """What it exchanges gradients with. For the hooks."""
-        return self._store
 
     def _kvstore_hvd_adopt(self, optimizer: Any) -> None:
         """Take another optimizer inside, which was loaded from a file. For the hooks."""
@@ -248,51 +238,35 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
 
         Its ``rescale_grad`` is divided by the number of workers meanwhile: the update is that of the average.
         """
-        self._exchange(index, grad)
-        with self._averaging():
-            self._optimizer.update(index, weight, grad, state)
+        self._update(self._optimizer.update, index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """Sum `grad` over the workers in place, and update `weight` by the inner optimizer.
+        """As `update`, by the inner optimizer's method of this name."""
+        self._update(self._optimizer.update_multi_precision, index, weight, grad, state)
 
-        Its ``rescale_grad`` is divided by the number of workers meanwhile: the update is that of the average.
-        """
-        self._exchange(index, grad)
-        with self._averaging():
-            self._optimizer.update_multi_precision(index, weight, grad, state)
-
-    def _exchange(self, index: Any, grad: Any) -> None:
-        several = isinstance(index, (list, tuple))
+    def _update(self, update: Callable[..., None], index: Any, weight: Any, grad: Any, state: Any) -> None:
+        store, optimizer = self._kvstore_hvd_store, self._optimizer
         _submit_all(
-            functools.partial(_pushpull, self._store, key, gradient, self._sparse_as_dense)
-            for key, gradient in (zip(index, grad) if several else [(index, grad)])
+            functools.partial(_pushpull, store, key, gradient, self._sparse_as_dense)
+            for key, gradient in (zip(index, grad) if isinstance(index, (list, tuple)) else [(index, grad)])
         )
-
-    @contextlib.contextmanager
-    def _averaging(self) -> Iterator[None]:
-        """Within, the optimizer inside divides sums by the number of workers that there are."""
-        optimizer = self._optimizer
         own = optimizer.rescale_grad
-        optimizer.rescale_grad = own * self._factor / _members_of(self._set, self._store._member)
+        optimizer.rescale_grad = own * self._factor / _members_of(self._set, store._member)
         try:
-            yield
+            update(index, weight, grad, state)
         finally:
             optimizer.rescale_grad = own
 
 
-def _store_for(who: str, factor: Any, num_groups: Any, process_set: ProcessSet) -> Any:
+def _store_for(who: str, factor: Any, num_groups: Any, process_set: ProcessSet, sparse_as_dense: Any) -> Any:
     """A store of the set, whose sums are of gradients divided by `factor`."""
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not factor > 0:
         _refuse(who, f"gradient_predivide_factor is {factor!r}.", "pass a positive number.")
     if isinstance(num_groups, bool) or not isinstance(num_groups, int) or num_groups < 0:
         _refuse(who, f"num_groups is {num_groups!r}.", "pass an int that is not negative.")
+    if not isinstance(sparse_as_dense, bool):
+        _refuse(who, f"sparse_as_dense is {sparse_as_dense!r}.", "pass True or False.")
     return Horovod(process_set.world(who, or_outside=True), Reduction(prescale=1.0 / factor))
-
-
-def _checked_flag(who: str, flag: Any) -> bool:
-    if not isinstance(flag, bool):
-        _refuse(who, f"sparse_as_dense is {flag!r}.", "pass True or False.")
-    return flag
 
 
 def _submit_all(submissions: Iterable[Callable[[], None]]) -> None:
@@ -311,7 +285,7 @@ def _pushpull(store: Any, key: Any, gradients: Any, sparse_as_dense: bool) -> No
     """Sum one gradient, given for each device or alone, in place."""
     priority = -key if isinstance(key, int) else 0
     several = gradients if isinstance(gradients, list) else [gradients]
-    if not sparse_as_dense or mxnet_compat.stype_of(several[0]) == "default":
+    if not sparse_as_dense or several[0].stype == "default":
         store.pushpull(key, gradients, priority=priority)
         return
     dense = [each.tostype("default") for each in several]

@@ -69,7 +69,8 @@ class ProcessSet:
     @property
     def process_set_id(self) -> Optional[int]:
         """Number of the set, the same on all workers; None unless it is registered."""
-        return _registry().number_of(self)
+        found = self._registered
+        return found.number if found is not None and _registry().sets.get(found.number) is found else None
 
     def size(self) -> Optional[int]:
         """Number of members; None unless the set is registered."""
@@ -130,6 +131,11 @@ class _GlobalProcessSet(ProcessSet):
         world = process.everybody
         return list(range(world.topology.size)) if world.is_initialized else None
 
+    @property
+    def process_set_id(self) -> Optional[int]:
+        """0; None outside of a world."""
+        return 0 if process.everybody.is_initialized else None
+
     def world(self, operation: str, or_outside: bool = False) -> Member:
         """See `ProcessSet.world`."""
         if not process.everybody.is_initialized:
@@ -169,13 +175,6 @@ class _Registry:
         self.sets: dict[int, _Registered] = {}
         self.is_dynamic = False
 
-    def number_of(self, process_set: ProcessSet) -> Optional[int]:
-        """Number of a registered set."""
-        if process_set is global_process_set:
-            return 0 if process.everybody.is_initialized else None
-        found = process_set._registered
-        return None if found is None or self.sets.get(found.number) is not found else found.number
-
 
 _latest = _Registry(0)
 
@@ -195,15 +194,7 @@ def allow_dynamic() -> None:
 
 
 def add_process_set(process_set: Union[ProcessSet, Iterable[int]]) -> ProcessSet:
-    """Register a process set; every worker calls it, with equal sets in the same order, members or not.
-
-    Parameters
-    ----------
-    process_set : ProcessSet or iterable of int
-
-    Returns
-    -------
-    ProcessSet
+    """Register a process set, and return it; every worker calls it, with equal sets in the same order, members or not.
 
     Raises
     ------
@@ -216,20 +207,15 @@ def add_process_set(process_set: Union[ProcessSet, Iterable[int]]) -> ProcessSet
     """
     _check_dynamic("add_process_set")
     added = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    _register([added], "add_process_set")
+    register([added], "add_process_set")
     return added
 
 
-def add_at_start(chosen: Sequence[ProcessSet]) -> None:
-    """Register the sets of ``init()``, in any world: all, or none with an error on every worker.
+def register(chosen: Sequence[ProcessSet], operation: str) -> None:
+    """Register the sets of ``init()``, in any world, or of ``add_process_set()``: all, or none with an error on all.
 
-    A set that is registered already is used again; its new object stands beside the former ones.
+    A set of ``init()`` that is registered already is used again; its new object stands beside the former ones.
     """
-    if any(each.process_set_id is None for each in chosen):
-        _register(chosen, "init")
-
-
-def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
     world, registry = global_process_set.world(operation), _registry()
     if process.everybody.is_waiting:
         registry.requested += [each for each in chosen if not any(one is each for one in registry.requested)]
@@ -261,11 +247,10 @@ def _register(chosen: Sequence[ProcessSet], operation: str) -> None:
 
 def _check_new(call: Call, parts: Sequence[Part], numbers: dict[Part, int]) -> None:
     """Raise InvalidRequestError where a set is named twice, or may not exist yet."""
-    for place, part in enumerate(parts):
-        if part in parts[:place]:
+    for part in parts:
+        if parts.count(part) > 1:
             fact = f"process_sets has the set of {rank_list(part)} twice."
             raise InvalidRequestError(call.message(None, fact, "name each set once."))
-    for part in parts:
         same: Optional[ProcessSet] = global_process_set if len(part) == call.topology.size else None
         if part in numbers and call.operation != "init":
             same = _registry().sets[numbers[part]].process_set
@@ -288,10 +273,7 @@ def _row(world: Member, process_set: ProcessSet) -> Any:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set, after its pending operations of this worker; every worker calls it, members or not.
 
-    Returns
-    -------
-    bool
-        False, and nothing happens, for the global set and for one that is not registered.
+    Returns False, and nothing happens, for the global set and for one that is not registered.
 
     Raises
     ------
@@ -304,8 +286,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     operation = "remove_process_set"
     _check_dynamic(operation)
-    world, registry = global_process_set.world(operation), _registry()
-    number = registry.number_of(process_set) or 0
+    world, registry, number = global_process_set.world(operation), _registry(), process_set.process_set_id or 0
     with world.submitting():
         table = world.all_rows(operation, "hvd.remove_process_set", "process set", np.array([number], np.int64))
         call, named = Call(operation, world.topology), [f"set {each}" for each in table[:, 0].tolist()]
@@ -320,14 +301,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 def rejoin() -> None:
     """Make the registered sets anew in a world that other workers may have come to, or left; every worker calls it.
 
-    The sets are those of rank 0. One with ranks that do not exist cannot be used, until a later world has them.
-
-    Raises
-    ------
-    InvalidRequestError
-        This worker is new, and was given a set by `init` that the others do not have.
-    LaunchError, HorovodInternalError
-        As `add_process_set`.
+    The sets are those of rank 0. One with ranks that do not exist cannot be used, until a later world has them. Raises
+    InvalidRequestError where this worker is new, and was given a set by `init` that the others do not have.
     """
     world, registry = process.current().member, _registry()
     own = [(number, each.member.ranks) for number, each in registry.sets.items()]
@@ -345,7 +320,7 @@ def rejoin() -> None:
                 each._registered, found.first = found, found.first or each
         if ranks[-1] < world.topology.size and found.member not in process.current().sets:
             process.current().join_set(ranks, number, found.member)
-    foreign = [each for each in registry.requested if registry.number_of(each) is None]
+    foreign = [each for each in registry.requested if each.process_set_id is None]
     registry.requested.clear()
     if foreign:
         fact = f"{foreign[0]} is not one of the process sets of the running job."
@@ -360,13 +335,7 @@ def process_sets() -> list[ProcessSet]:
 
 
 def process_set_by_id(process_set_id: int) -> ProcessSet:
-    """The registered set of this number.
-
-    Raises
-    ------
-    InvalidRequestError
-        There is none.
-    """
+    """The registered set of this number. Raises InvalidRequestError if there is none."""
     found = next((each for each in process_sets() if each.process_set_id == process_set_id), None)
     if found is None:
         known = ", ".join(str(each.process_set_id) for each in process_sets()) or "none"

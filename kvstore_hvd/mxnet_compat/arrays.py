@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+from kvstore_hvd.mxnet_compat.hooks import require_mxnet
+
 
 class DLTensor(ctypes.Structure):
     """The structure by which libraries hand arrays to each other (``dlpack.h``); the start of a ``DLManagedTensor``."""
@@ -26,32 +28,27 @@ class DLTensor(ctypes.Structure):
     )
 
 
-def is_ndarray(x: object) -> bool:
-    """Whether `x` is an array of MXNet, ``mx.nd`` (sparse too) or ``mx.np``. Does not import MXNet."""
-    cls = getattr(sys.modules.get("mxnet.ndarray.ndarray"), "NDArray", None)
-    return cls is not None and isinstance(x, cls)
+def _instance_of(module: str, name: str) -> Callable[[object], bool]:
+    """Whether a thing is of a class of MXNet's. Does not import MXNet."""
+
+    def is_instance(thing: object) -> bool:
+        cls = getattr(sys.modules.get(module), name, None)
+        return cls is not None and isinstance(thing, cls)
+
+    return is_instance
 
 
-def is_np_ndarray(x: object) -> bool:
-    """Whether `x` is an array of ``mx.np``. Does not import MXNet."""
-    cls = getattr(sys.modules.get("mxnet.numpy.multiarray"), "ndarray", None)
-    return cls is not None and isinstance(x, cls)
-
-
-def is_parameter(x: object) -> bool:
-    """Whether `x` is a parameter of Gluon. Does not import MXNet."""
-    cls = getattr(sys.modules.get("mxnet.gluon.parameter"), "Parameter", None)
-    return cls is not None and isinstance(x, cls)
+#: Arrays of MXNet, ``mx.nd`` (sparse too) or ``mx.np``; and things of Gluon.
+is_ndarray = _instance_of("mxnet.ndarray.ndarray", "NDArray")
+is_np_ndarray = _instance_of("mxnet.numpy.multiarray", "ndarray")
+is_parameter = _instance_of("mxnet.gluon.parameter", "Parameter")
+is_block = _instance_of("mxnet.gluon.block", "Block")
+is_trainer = _instance_of("mxnet.gluon.trainer", "Trainer")
 
 
 def context_of(x: Any) -> Any:
     """Where the array lives, such as ``cpu(0)``: a ``Context`` in MXNet 1, a ``Device`` in 2. Does not wait."""
     return x.device if hasattr(type(x), "device") else x.ctx  # 2.0 warns about its older names
-
-
-def stype_of(x: Any) -> str:
-    """How the array is stored: ``'default'`` (dense), ``'row_sparse'`` or ``'csr'``."""
-    return str(x.stype)
 
 
 class Facts(NamedTuple):
@@ -64,7 +61,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(x: Any) -> Facts:
-    """The answers of `handle_of`, `dtype_name`, `stype_of` and `context_of`."""
+    """The answers of `handle_of`, `dtype_name` and `context_of`, and how the array is stored."""
     context = x.device if hasattr(type(x), "device") else x.ctx
     return Facts(x.handle.value or 0, _name_of(x.dtype), x.stype, context)
 
@@ -78,17 +75,15 @@ def address_of(x: Any) -> int | None:
     """Where the elements of a dense array begin; 0 if it has none. Waits until they are computed."""
     # None when they are in a layout of oneDNN's.
     # Valid as long as the array lives and MXNet is not asked to write to it.
-    import mxnet
-
     if 0 in x.shape:
         return 0
     x.wait_to_read()
-    managed = ctypes.c_void_p()
-    if mxnet.base._LIB.MXNDArrayToDLPack(x.handle, ctypes.byref(managed)) != 0:
+    base, managed = require_mxnet().base, ctypes.c_void_p()
+    if base._LIB.MXNDArrayToDLPack(x.handle, ctypes.byref(managed)) != 0:
         return None
     described = DLTensor.from_address(managed.value or 0)
     address = int(described.data or 0) + int(described.byte_offset)
-    mxnet.base.check_call(mxnet.base._LIB.MXNDArrayCallDLPackDeleter(managed))
+    base.check_call(base._LIB.MXNDArrayCallDLPackDeleter(managed))
     return address
 
 
@@ -115,38 +110,27 @@ def _name_of(dtype: Any) -> str:
     return str(dtype.names[0] if dtype.names else dtype.name)
 
 
-def bytes_in(x: Any) -> Any:
-    """A NumPy array of uint8 with the bytes of all elements; waits for them. Sparse arrays count as dense ones."""
-    import numpy as np
-
-    return np.ascontiguousarray(x.asnumpy()).reshape(-1).view(np.uint8)
-
-
 def read_into(arrays: Iterable[Any], places: Iterable[tuple[Any, Any]]) -> None:
     """Copy all elements of dense arrays to memory of this process; waits for them. On any device, of any layout."""
-    import mxnet
-
-    copy = mxnet.base._LIB.MXNDArraySyncCopyToCPU
+    base = require_mxnet().base
+    copy = base._LIB.MXNDArraySyncCopyToCPU
     for x, (address, count) in zip(arrays, places):
-        if count.value and copy(x.handle, address, count) != 0:
-            mxnet.base.check_call(-1)
+        if count.value:
+            base.check_call(copy(x.handle, address, count))
 
 
 def write_from(x: Any, address: int, size: int) -> None:
     """Overwrite all elements of a dense array from memory of this process. Waits for what else is done with it."""
-    import mxnet
-
     if not size:
         return
-    library, check = mxnet.base._LIB, mxnet.base.check_call
-    check(library.MXNDArrayWaitToWrite(x.handle))
-    # This also gives it a plain layout.
-    place = ctypes.c_void_p()
-    check(library.MXNDArrayGetData(x.handle, ctypes.byref(place)))
+    base, place = require_mxnet().base, ctypes.c_void_p()
+    base.check_call(base._LIB.MXNDArrayWaitToWrite(x.handle))
+    base.check_call(base._LIB.MXNDArrayGetData(x.handle, ctypes.byref(place)))  # this also gives it a plain layout
     if context_of(x).device_type.startswith("cpu"):
         ctypes.memmove(place.value or 0, address, size)
     else:
-        check(library.MXNDArraySyncCopyFromCPU(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))
+        copy = base._LIB.MXNDArraySyncCopyFromCPU
+        base.check_call(copy(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))
 
 
 # -- Autograd ---------------------------------------------------------------------------------------------------------
@@ -166,8 +150,7 @@ def is_tracing() -> bool:
 
 def is_in_graph(array: Any) -> bool:
     """Whether gradients may flow to the array: it has one itself, or was recorded. Takes time for long recordings."""
-    import mxnet as mx
-
+    mx = require_mxnet()
     try:
         mx.autograd.get_symbol(array)
     except mx.MXNetError:
@@ -177,8 +160,7 @@ def is_in_graph(array: Any) -> bool:
 
 def differentiable(array: Any, result: Any, gradient: Callable[[Any], Any]) -> Any:
     """Record that `result` was computed from `array`; to be called while recording."""
-    import mxnet as mx
-
+    mx = require_mxnet()
     shape, count = result.shape, result.size
     is_plain, is_plain_result = _is_plain(array), _is_plain(result)
 
@@ -214,8 +196,7 @@ def _is_plain(array: Any) -> bool:
 
 def _flat(array: Any) -> Any:
     """The elements in one dimension, and one more if there are none."""
-    import mxnet as mx
-
+    mx = require_mxnet()
     flat = array.as_np_ndarray().reshape(-1)
     if array.size:
         return flat

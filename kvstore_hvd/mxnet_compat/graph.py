@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvstore_hvd.mxnet_compat.arrays import context_of
-from kvstore_hvd.mxnet_compat.hooks import children_of, is_wrapped, wrap
+from kvstore_hvd.mxnet_compat.hooks import children_of, holding, is_wrapped, surround, with_subclasses, wrap
 
 #: What MXNet knows the operator of `SyncBatchNorm` by.
 SYNC_BATCH_NORM = "kvstore_hvd_sync_batch_norm"
@@ -49,22 +49,14 @@ def _is_static_shape(name: str, value: Any) -> bool:
     return name == "static_shape" and str(value).lower() in ("true", "1")
 
 
-def _note_early_graphs() -> None:
-    global _static_graphs, _early_graphs
-    _static_graphs = _early_graphs = True
-
-
 def patch(mxnet: Any) -> None:
     """Let blocks with `SyncBatchNorm` infer and export without it, and take arrays without rows; look at flags."""
 
-    def compiling(original: Callable[..., Any]) -> Callable[..., Any]:
-        def init(self: Any, sym: Any, flags: Any = (), *args: Any, **kwargs: Any) -> None:
-            global _static_graphs
-            flags = checked_flags(sym, flags)
-            _static_graphs = _static_graphs or has_static_shape(flags)
-            original(self, sym, flags, *args, **kwargs)
-
-        return init
+    def init(original: Callable[..., Any], self: Any, sym: Any, flags: Any = (), *args: Any, **kwargs: Any) -> None:
+        global _static_graphs
+        flags = checked_flags(sym, flags)
+        _static_graphs = _static_graphs or has_static_shape(flags)
+        original(self, sym, flags, *args, **kwargs)
 
     def calling(original: Callable[..., Any]) -> Callable[..., Any]:
         def call_cached_op(self: Any, *args: Any) -> Any:
@@ -73,53 +65,37 @@ def patch(mxnet: Any) -> None:
                 return original(self, *args)
             if any(getattr(each, "size", None) == 0 for each in args):
                 # The layer's graph cannot take such arrays; the layer itself can.
-                self._active = False
-                try:
+                with holding(self, _active=False):
                     return self.forward(*args)
-                finally:
-                    self._active = True
             if compiled is None:
                 self._build_cache(*args)
-                compiled = self._cached_op
             ours = _compiled_of(mxnet, self)
             if ours is None:  # a layer with use_global_stats exchanges nothing
                 return original(self, *args)
-            self._cached_op = ours[mxnet.autograd.is_training()]
-            try:
+            with holding(self, _cached_op=ours[mxnet.autograd.is_training()]):
                 return original(self, *args)
-            finally:
-                self._cached_op = compiled
 
         return call_cached_op
 
-    def exporting(original: Callable[..., Any]) -> Callable[..., Any]:
-        def export(self: Any, *args: Any, **kwargs: Any) -> Any:
-            graph = self._cached_graph
-            if graph and SYNC_BATCH_NORM in graph[1].tojson():
-                self._cached_graph = graph[0], _without_exchange(mxnet, graph[1])
-            try:
-                return original(self, *args, **kwargs)
-            finally:
-                self._cached_graph = graph
+    def export(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+        graph = self._cached_graph
+        if graph and SYNC_BATCH_NORM in graph[1].tojson():
+            graph = graph[0], _without_exchange(mxnet, graph[1])
+        with holding(self, _cached_graph=graph):
+            return original(self, *args, **kwargs)
 
-        return export
-
+    global _static_graphs, _early_graphs
     cached_op = mxnet.ndarray.CachedOp
-    if not is_wrapped(cached_op.__init__) and any(type(each) is cached_op for each in gc.get_objects()):
-        _note_early_graphs()
+    is_late = not is_wrapped(cached_op.__init__) and any(type(each) is cached_op for each in gc.get_objects())
     try:
-        wrap(cached_op, "__init__", compiling)
+        surround(cached_op, "__init__", init)
     except TypeError:  # a class of Cython's
-        _note_early_graphs()
-    for kind in _with_subclasses(mxnet.gluon.HybridBlock):  # MXNet 2 copies inherited methods into classes
+        is_late = True
+    if is_late:
+        _static_graphs = _early_graphs = True
+    for kind in with_subclasses(mxnet.gluon.HybridBlock):  # MXNet 2 copies inherited methods into classes
         wrap(kind, "_call_cached_op", calling)
-        wrap(kind, "export", exporting)
-
-
-def _with_subclasses(kind: Any) -> Iterator[Any]:
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _with_subclasses(each)
+        surround(kind, "export", export)
 
 
 def _has_sync_batch_norm(block: Any) -> bool:

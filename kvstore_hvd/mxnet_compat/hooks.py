@@ -5,12 +5,12 @@ Nothing here imports MXNet before it is asked for something that needs it.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Optional
 
@@ -62,15 +62,6 @@ def require_mxnet() -> Any:
         hint = "" if missing else " (and leave KVHVD_NUMPY_SHIM unset)"
         raise MXNetUnavailableError(message(fact, fix=f"{pip_command()}{hint}")) from error
     return mxnet
-
-
-@functools.cache
-def version_number() -> int:
-    """MXNet's version as its library tells it: 10901 for 1.9.1, 20000 for 2.0.0b1."""
-    base = require_mxnet().base
-    number = ctypes.c_int()
-    base.check_call(base._LIB.MXGetVersion(ctypes.byref(number)))
-    return number.value
 
 
 def children_of(block: Any) -> list[Any]:
@@ -129,6 +120,31 @@ def wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..
     setattr(owner, name, wrapper)
 
 
+def surround(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """As `wrap`: a call becomes ``function(original, ...)``. It is one call more: not for what a step does."""
+    wrap(owner, name, lambda original: lambda *args, **kwargs: function(original, *args, **kwargs))
+
+
+def with_subclasses(kind: Any) -> Iterator[Any]:
+    """A class and all that are derived from it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from with_subclasses(each)
+
+
+@contextlib.contextmanager
+def holding(owner: Any, **values: Any) -> Iterator[None]:
+    """Within, these attributes of an object have these values."""
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
 def is_wrapped(function: Any) -> bool:
     """Whether a function is a wrapper of ours, or somebody else's around one."""
     return hasattr(function, _WRAPPED)
@@ -165,28 +181,16 @@ def workers() -> int:
 
 # -- Errors of operators of ours ---------------------------------------------------------------------------------------
 #
-# An operator of the native adapter fails with a text. MXNet raises it where the result is read, once, as the class that
-# the text names before its first colon::
-#
-#     MismatchError: [rank 0/2] allreduce 'x' (key 3): ranks disagree on shape.
-#       (256, 784): ranks 0-1
-#       Fix: build the same network on every rank.
-#
-# So the adapter's text is the name of a class in errors.py, a colon and a space, and the text of `errors.message`.
-# MXNet takes lines that begin with two spaces for a stack trace, reverses them and puts them before the first line; the
-# classes here undo that. Their errors are of the class in errors.py *and* an ``MXNetError``, and have the text of the
-# same error that is raised directly.
+# An operator of the native adapter fails with a text: the name of a class in errors.py, a colon and a space, and the
+# text of `errors.message`. MXNet raises it where the result is read, once, as the class that is named. It takes lines
+# that begin with two spaces for a stack trace, reverses them and puts them before the first line; the classes here undo
+# that. Their errors are of the class in errors.py *and* an ``MXNetError``, and have the text of the same error that is
+# raised directly.
 
 _TRACE = "Traceback (most recent call last):"
 
 #: Whether MXNet or a call has raised an error of an operation, and no call has followed; lost worlds do not count.
 raised = False
-
-
-def engine_text(error: errors.KVHvdError) -> str:
-    """The text that an operator must fail with, so that reading its result raises an error like `error`."""
-    name = next(cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls)
-    return f"{name}: {error}"
 
 
 def restore_text(text: str, name: str) -> str:
@@ -209,12 +213,6 @@ def in_one_line(error: BaseException, name: str = "") -> str:
     return f"{name}{': ' if text else ''}{text}"
 
 
-def _plain(cls: type, args: tuple[Any, ...]) -> BaseException:
-    made = cls(*args)
-    assert isinstance(made, BaseException)
-    return made
-
-
 def _both(cls: type[errors.KVHvdError], mxnet_error: type) -> type:
     """A subclass of one of our errors and of MXNetError; pickled as the former, since no other process has this one."""
 
@@ -227,7 +225,7 @@ def _both(cls: type[errors.KVHvdError], mxnet_error: type) -> type:
         return str(self.args[0]) if self.args else ""
 
     def reduce(self: Any) -> tuple[Any, ...]:
-        return _plain, (cls, self.args)
+        return cls, self.args
 
     namespace = {
         "__doc__": cls.__doc__,
@@ -243,9 +241,7 @@ def register_errors(mxnet: Any) -> None:
     """Tell MXNet about every class in errors.py. Doing it again changes nothing."""
     known = mxnet.base.error_types
     for name in errors.__all__:
-        cls = getattr(errors, name)
-        if not isinstance(cls, type) or not issubclass(cls, errors.KVHvdError):
-            continue
-        present = known.get(name)
-        if not (isinstance(present, type) and issubclass(present, cls)):
+        cls, present = getattr(errors, name), known.get(name)
+        is_known = isinstance(present, type) and issubclass(present, cls)
+        if issubclass(cls, errors.KVHvdError) and not is_known:
             mxnet.base.register_error(name, _both(cls, mxnet.base.MXNetError))

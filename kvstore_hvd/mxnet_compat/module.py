@@ -5,8 +5,8 @@
 - It divides gradients by the samples of all workers, as with 'dist_sync': MXNet makes an optimizer of its name with
   ``rescale_grad = 1 / batch_size``, and counts the batches of the other workers only where it reads 'dist' in the type
   of the store. A ``rescale_grad`` that the program chooses itself is left alone.
-- Beside an optimizer that exchanges gradients itself it gets no store of ours, see optimizer.py.
-- Without either it is watched, see unsynchronised.py; FeedForward is refused.
+- Beside an optimizer that exchanges gradients itself it gets no store of ours, and without either it is watched, see
+  exchangers.py. FeedForward is refused.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from kvstore_hvd.errors import UnsupportedMethodError, message
-from kvstore_hvd.mxnet_compat import hooks, unsynchronised
-from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, is_ours, wrap
-from kvstore_hvd.mxnet_compat.optimizer import COMPARED, exchanging_in, new_states, set_store_aside, store_of
+from kvstore_hvd.mxnet_compat import exchangers, hooks
+from kvstore_hvd.mxnet_compat.exchangers import COMPARED, exchanging_in, new_states, set_store_aside, store_of
+from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, is_ours, surround, with_subclasses, wrap
 
 # Of an optimizer that MXNet has made of its name: the batch size of one worker, and how many workers there were.
 _DIVISION = "_kvstore_hvd_division"
@@ -39,29 +39,24 @@ def patch(mxnet: Any) -> None:
     trainer, module = sys.modules["mxnet.gluon.trainer"], sys.modules.get("mxnet.module.module")
     for owner in (trainer, module, mxnet.model):
         if owner is not None:
-            wrap(owner, "_create_kvstore", _creating)
-            wrap(owner, "_initialize_kvstore", _initializing)
+            surround(owner, "_create_kvstore", _create_kvstore)
+            surround(owner, "_initialize_kvstore", _initialize_kvstore)
     if module is None:
         return
-    wrap(module.Module, "init_optimizer", _optimizing)
-    wrap(module.Module, "borrow_optimizer", _borrowing)
+    surround(module.Module, "init_optimizer", _init_optimizer)
+    surround(module.Module, "borrow_optimizer", _borrow_optimizer)
     wrap(module.Module, "update", _updating)
-    wrap(mxnet.model.FeedForward, "fit", _refusing)
-    _patch_subclasses(module.Module)
+    surround(mxnet.model.FeedForward, "fit", _fit)
+    for kind in with_subclasses(module.Module):
+        surround(kind, "init_optimizer", _init_optimizer_of_subclass)
     # SVRG's is imported later than MXNet.
     if "__init_subclass__" not in vars(module.Module):
 
         def init_subclass(cls: Any, /, **kwargs: Any) -> None:
             super(module.Module, cls).__init_subclass__(**kwargs)
-            wrap(cls, "init_optimizer", _optimizing_subclass)
+            surround(cls, "init_optimizer", _init_optimizer_of_subclass)
 
         module.Module.__init_subclass__ = classmethod(init_subclass)
-
-
-def _patch_subclasses(owner: Any) -> None:
-    for each in owner.__subclasses__():
-        wrap(each, "init_optimizer", _optimizing_subclass)
-        _patch_subclasses(each)
 
 
 @contextlib.contextmanager
@@ -78,76 +73,67 @@ def _given(optimizer: Any) -> Iterator[None]:
 # -- mxnet.model ----------------------------------------------------------------------------------------------------
 
 
-def _creating(original: _Method) -> _Method:
-    def create_kvstore(kvstore: Any, num_device: int, arg_params: Any) -> Any:
-        if asks_for_ours(kvstore):
-            if _present is not None:
-                store = store_of(_present)
-                for name in sorted(arg_params) if store is not None else ():
-                    store.broadcast(name, arg_params[name])
-                kvstore = set_store_aside(_present, kvstore, num_device)
-            elif isinstance(kvstore, str):
-                # The original creates nothing for one device unless the name has 'dist' in it.
-                kvstore = sys.modules["mxnet"].kvstore.create(kvstore)
-        created, update_on_kvstore = original(kvstore, num_device, arg_params)
-        return created, update_on_kvstore and _present is None
-
-    return create_kvstore
+def _create_kvstore(original: _Method, kvstore: Any, num_device: int, arg_params: Any) -> Any:
+    if asks_for_ours(kvstore):
+        if _present is not None:
+            store = store_of(_present)
+            for name in sorted(arg_params) if store is not None else ():
+                store.broadcast(name, arg_params[name])
+            kvstore = set_store_aside(_present, kvstore, num_device)
+        elif isinstance(kvstore, str):
+            # The original creates nothing for one device unless the name has 'dist' in it.
+            kvstore = sys.modules["mxnet"].kvstore.create(kvstore)
+    created, update_on_kvstore = original(kvstore, num_device, arg_params)
+    return created, update_on_kvstore and _present is None
 
 
-def _initializing(original: _Method) -> _Method:
-    def initialize_kvstore(
-        kvstore: Any, param_arrays: Any, arg_params: Any, param_names: Any, update_on_kvstore: bool
-    ) -> None:
-        if not is_ours(kvstore):
-            original(kvstore, param_arrays, arg_params, param_names, update_on_kvstore)
-            return
-        # The original hands over arg_params and leaves the executors alone: their parameters are expected to come back
-        # from a store that updates them. Ours does not, so both get rank 0's values here.
-        for name, on_devices in zip(param_names, param_arrays):
-            kvstore.broadcast(name, arg_params[name], out=[arg_params[name], *on_devices])
-
-    return initialize_kvstore
+def _initialize_kvstore(
+    original: _Method, kvstore: Any, param_arrays: Any, arg_params: Any, param_names: Any, update_on_kvstore: bool
+) -> None:
+    if not is_ours(kvstore):
+        original(kvstore, param_arrays, arg_params, param_names, update_on_kvstore)
+        return
+    # The original hands over arg_params and leaves the executors alone: their parameters are expected to come back from
+    # a store that updates them. Ours does not, so both get rank 0's values here.
+    for name, on_devices in zip(param_names, param_arrays):
+        kvstore.broadcast(name, arg_params[name], out=[arg_params[name], *on_devices])
 
 
 # -- mxnet.mod ------------------------------------------------------------------------------------------------------
 
 
-def _optimizing(original: _Method) -> _Method:
-    def init_optimizer(
-        self: Any,
-        kvstore: Any = "local",
-        optimizer: Any = "sgd",
-        optimizer_params: Any = (("learning_rate", 0.01),),
-        force_init: bool = False,
-    ) -> None:
-        before, exchanging, asked = self._optimizer, exchanging_in(optimizer), kvstore
-        replaces = exchanging is not None and asks_for_ours(kvstore) and (force_init or not self.optimizer_initialized)
-        if replaces:
-            kvstore = set_store_aside(exchanging, kvstore, len(self._context))
-        with _given(exchanging), warnings.catch_warnings():
-            if asks_for_ours(kvstore):  # MXNet's warning would name the batch size of one worker
-                warnings.filterwarnings("ignore", "Optimizer created manually outside Module", UserWarning)
-            original(self, kvstore, optimizer, optimizer_params, force_init)
-        if replaces and store_of(exchanging) is not None:
-            sys.modules["mxnet.model"]._initialize_kvstore(
-                store_of(exchanging), self._exec_group.param_arrays, self._arg_params, self._param_names, False
-            )
-        if self._optimizer is before:  # an optimizer that is there already stays
-            return
-        vars(self)[_WATCH] = unsynchronised.watch_of(asked)
-        if is_ours(self._kvstore):
-            _divide_by_all(self, optimizer, optimizer_params)
-
-    return init_optimizer
+def _init_optimizer(
+    original: _Method,
+    self: Any,
+    kvstore: Any = "local",
+    optimizer: Any = "sgd",
+    optimizer_params: Any = (("learning_rate", 0.01),),
+    force_init: bool = False,
+) -> None:
+    before, exchanging, asked = self._optimizer, exchanging_in(optimizer), kvstore
+    replaces = exchanging is not None and asks_for_ours(kvstore) and (force_init or not self.optimizer_initialized)
+    if replaces:
+        kvstore = set_store_aside(exchanging, kvstore, len(self._context))
+    with _given(exchanging), warnings.catch_warnings():
+        if asks_for_ours(kvstore):  # MXNet's warning would name the batch size of one worker
+            warnings.filterwarnings("ignore", "Optimizer created manually outside Module", UserWarning)
+        original(self, kvstore, optimizer, optimizer_params, force_init)
+    if replaces and store_of(exchanging) is not None:
+        sys.modules["mxnet.model"]._initialize_kvstore(
+            store_of(exchanging), self._exec_group.param_arrays, self._arg_params, self._param_names, False
+        )
+    if self._optimizer is before:  # an optimizer that is there already stays
+        return
+    vars(self)[_WATCH] = exchangers.watch_of(asked)
+    if is_ours(self._kvstore):
+        _divide_by_all(self, optimizer, optimizer_params)
 
 
-def _optimizing_subclass(original: _Method) -> _Method:
-    def init_optimizer(self: Any, kvstore: Any = "local", optimizer: Any = "sgd", *args: Any, **kwargs: Any) -> None:
-        with _given(exchanging_in(optimizer)):  # it may make a store first, as SVRG's does
-            original(self, kvstore, optimizer, *args, **kwargs)
-
-    return init_optimizer
+def _init_optimizer_of_subclass(
+    original: _Method, self: Any, kvstore: Any = "local", optimizer: Any = "sgd", *args: Any, **kwargs: Any
+) -> None:
+    with _given(exchanging_in(optimizer)):  # it may make a store first, as SVRG's does
+        original(self, kvstore, optimizer, *args, **kwargs)
 
 
 def _divide_by_all(module: Any, given: Any, parameters: Any) -> None:
@@ -159,7 +145,7 @@ def _divide_by_all(module: Any, given: Any, parameters: Any) -> None:
             warnings.warn(
                 f"the optimizer of this Module was made with rescale_grad={given.rescale_grad}; "
                 f"1/batch_size/num_workers is {expected}. Is this intended?",
-                stacklevel=3,
+                stacklevel=4,
             )
     elif "rescale_grad" not in dict(parameters):
         vars(module._optimizer)[_DIVISION] = batch_size, workers
@@ -188,19 +174,13 @@ def _updating(original: _Method) -> _Method:
     return update
 
 
-def _borrowing(original: _Method) -> _Method:
-    def borrow_optimizer(self: Any, shared_module: Any) -> None:
-        original(self, shared_module)
-        vars(self)[_WATCH] = vars(shared_module).get(_WATCH)
-
-    return borrow_optimizer
+def _borrow_optimizer(original: _Method, self: Any, shared_module: Any) -> None:
+    original(self, shared_module)
+    vars(self)[_WATCH] = vars(shared_module).get(_WATCH)
 
 
-def _refusing(original: _Method) -> _Method:
-    def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
-        kvstore = kwargs.get("kvstore", args[6] if len(args) > 6 else "local")
-        if asks_for_ours(kvstore) or (hooks.workers() > 1 and kvstore is not None):
-            raise UnsupportedMethodError(message("FeedForward trains on one worker only.", fix="use mx.mod.Module."))
-        return original(self, *args, **kwargs)
-
-    return fit
+def _fit(original: _Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    kvstore = kwargs.get("kvstore", args[6] if len(args) > 6 else "local")
+    if asks_for_ours(kvstore) or (hooks.workers() > 1 and kvstore is not None):
+        raise UnsupportedMethodError(message("FeedForward trains on one worker only.", fix="use mx.mod.Module."))
+    return original(self, *args, **kwargs)

@@ -16,7 +16,7 @@ from typing import Any, Optional
 # -- What MXNet misses in NumPy -----------------------------------------------------------------------------------
 
 
-def _gone(name: str) -> Callable[..., Any]:
+def _gone(name: str, np: object) -> Callable[..., Any]:
     def gone(*_: object, **__: object) -> Any:
         raise NotImplementedError(f"numpy.{name} was removed from NumPy; numpy_financial has it.")
 
@@ -56,15 +56,12 @@ def _add_numpy_names() -> None:
         import numpy as np
     except ImportError:
         return  # MXNet says that better itself
-    namespace: Any = np
+    gone: dict[str, Callable[[Any], Any]] = {name: functools.partial(_gone, name) for name in _FINANCIAL}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # NumPy warns when some of these names are looked up
-        for name, make in _NAMES.items():
-            if not hasattr(namespace, name):
-                setattr(namespace, name, make(namespace))
-        for name in _FINANCIAL:
-            if not hasattr(namespace, name):
-                setattr(namespace, name, _gone(name))
+        for name, make in {**_NAMES, **gone}.items():
+            if not hasattr(np, name):
+                setattr(np, name, make(np))
 
 
 # -- What MXNet misses in Python ----------------------------------------------------------------------------------
@@ -108,14 +105,6 @@ def _add_distutils() -> None:
     sys.modules.update(_our_distutils)
 
 
-def _remove_distutils() -> None:
-    """MXNet needs it only while it is imported; setuptools complains about a distutils that is there before it."""
-    for name, module in _our_distutils.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-    _our_distutils.clear()
-
-
 # -- What NumPy 2 changed for MXNet's own code --------------------------------------------------------------------
 
 # They hand the parameters of operators and iterators to the library as text, made with str().
@@ -128,31 +117,21 @@ _TEXT_MODULES = (
 )
 
 
-class _Bare:
-    """Prints as its text, without quotes, inside a list or tuple."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-
-    def __repr__(self) -> str:
-        return self._text
-
-
 def _plain(value: object = "") -> str:
     """``str(value)`` as before NumPy 2: its scalars print as ``1.0`` in a list or tuple, not as ``np.float64(1.0)``."""
-    if isinstance(value, (tuple, list)):
-        import numpy as np
+    if not isinstance(value, (tuple, list)):
+        return str(value)
+    import numpy as np
 
-        bare = [
-            _Bare(str(item.item()))
-            if isinstance(item, np.generic)
-            else _Bare(_plain(item))
-            if isinstance(item, (tuple, list))
-            else item
-            for item in value
-        ]
-        return str(tuple(bare) if isinstance(value, tuple) else bare)
-    return str(value)
+    def shown(item: object) -> str:
+        if isinstance(item, (tuple, list)):
+            return _plain(item)
+        return str(item.item()) if isinstance(item, np.generic) else repr(item)
+
+    text = ", ".join(map(shown, value))
+    if isinstance(value, list):
+        return f"[{text}]"
+    return f"({text},)" if len(value) == 1 else f"({text})"
 
 
 def _array(self: Any, dtype: Any = None, copy: Optional[bool] = None) -> Any:
@@ -171,7 +150,10 @@ def prepare() -> None:
 
 def finish() -> None:
     """Repair what MXNet's own modules miss, and clean up. Called after the import."""
-    _remove_distutils()
+    for name, ours in _our_distutils.items():  # setuptools complains about a distutils that is there before it
+        if sys.modules.get(name) is ours:
+            del sys.modules[name]
+    _our_distutils.clear()
     numpy = sys.modules.get("numpy")
     if numpy is not None and int(numpy.__version__.split(".")[0]) >= 2:
         for name in _TEXT_MODULES:

@@ -20,19 +20,13 @@ from typing import Any, Optional
 
 from kvstore_hvd import log
 from kvstore_hvd.mxnet_compat import hooks
-from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, is_parameter, stype_of
+from kvstore_hvd.mxnet_compat.arrays import context_of, dtype_name, is_block, is_parameter
 from kvstore_hvd.mxnet_compat.graph import may_keep_gradients
-from kvstore_hvd.mxnet_compat.hooks import children_of, wrap
+from kvstore_hvd.mxnet_compat.hooks import children_of, require_mxnet, surround
 
 # Of parameters without arrays: the name on the wire ('' if none) and the call that follows their initialisation. No
 # attribute: copies of a network do not wait with it.
 _awaiting: weakref.WeakKeyDictionary[Any, list[tuple[str, Callable[[Any], None]]]] = weakref.WeakKeyDictionary()
-
-
-def is_block(thing: object) -> bool:
-    """Whether it is a Block of Gluon. Does not import MXNet."""
-    mxnet = sys.modules.get("mxnet")
-    return mxnet is not None and isinstance(thing, mxnet.gluon.Block)
 
 
 def is_parameters(thing: Any) -> bool:
@@ -44,8 +38,7 @@ def is_parameters(thing: Any) -> bool:
 
 def named_parameters(thing: Any) -> dict[str, Any]:
     """The parameters of a Block, a ``ParameterDict`` or a dict of them, each once, in an order of their names."""
-    # Those of a Block are named by their place in it, so that the names do not depend on what else the process has
-    # made.
+    # Those of a Block are named by their place in it: the names do not depend on what else the process has made.
     named = []
     if is_block(thing):
         named = sorted(thing._collect_params_with_prefix().items(), key=lambda item: item[0])
@@ -61,24 +54,18 @@ def parameters_in(thing: Any) -> list[Any]:
     """The parameters that `named_parameters` names, some of them several times; takes a fraction of the time."""
     if not is_block(thing):
         return list(thing.values())
-    found: list[Any] = []
-    waiting = [thing]
-    while waiting:
-        block = waiting.pop()
-        found += block._reg_params.values()
-        if hasattr(block, "_params"):  # MXNet 1: those that are no attributes, too
-            found += block._params.values()
-        waiting += children_of(block)
+    # In MXNet 1 a block may have parameters that are no attributes, too.
+    found = [*thing._reg_params.values(), *getattr(thing, "_params", {}).values()]
+    for child in children_of(thing):
+        found += parameters_in(child)
     return found
 
 
 def arrays_of(parameter: Any) -> Optional[list[Any]]:
     """The arrays of a parameter, one for each device; None while its initialisation waits for a shape."""
-    import mxnet
-
     try:
         return list(parameter.list_data())
-    except mxnet.gluon.parameter.DeferredInitializationError:
+    except require_mxnet().gluon.parameter.DeferredInitializationError:
         return None
 
 
@@ -97,27 +84,19 @@ def initialize_awaiting(name: str, shape: Sequence[int]) -> bool:
     """Finish the initialisation of parameters that are going to be broadcast under this name then, see `initialize`."""
     # Returns whether there were any that can have the shape.
     awaiting = [parameter for parameter in list(_awaiting) if name in awaited_names(parameter)]
-    fitting = [each for each in awaiting if is_deferred(each) and not _misfit_of_shape(each, shape)]
+    fitting = [each for each in awaiting if is_deferred(each) and not misfit(each, shape)]
     for parameter in fitting:
         initialize(parameter, shape)
     return bool(fitting)
 
 
-def misfit(parameter: Any, shape: Sequence[int], dtype: str) -> str:
-    """What keeps a parameter from having this shape and dtype, as a few words; '' if nothing does."""
-    wrong = _misfit_of_shape(parameter, shape)
-    if wrong:
-        return wrong
-    own = dtype_name(parameter)
-    return "" if own == dtype else f"dtype {own} instead of {dtype}"
-
-
-def _misfit_of_shape(parameter: Any, shape: Sequence[int]) -> str:
-    own = parameter.shape
+def misfit(parameter: Any, shape: Sequence[int], dtype: str = "") -> str:
+    """What keeps a parameter from having this shape, and this dtype if one is given, in a few words; '' if nothing."""
+    own, known = parameter.shape, dtype_name(parameter)
     unknown = (0, -1) if is_deferred(parameter) else ()
     if own is not None and (len(own) != len(shape) or any(a != b for a, b in zip(own, shape) if a not in unknown)):
         return f"shape {tuple(own)} instead of {tuple(shape)}"
-    return ""
+    return "" if dtype in ("", known) else f"dtype {known} instead of {dtype}"
 
 
 def zero_added_gradients(parameter: Any) -> None:
@@ -141,19 +120,18 @@ def after_initialization(parameter: Any, name: str, then: Callable[[Any], None])
 
 _DTYPES = ("float16", "float32", "float64")
 _SEEN = "_kvstore_hvd_grad"
-# Why a parameter's gradients stay where they are; for reports.
-_WHY = "_kvstore_hvd_why_staged"
 
 
 class _Seen:
     """The latest known gradients of a parameter (MXNet replaces the list with the gradients)."""
 
-    __slots__ = ("arena", "gradients")
+    __slots__ = ("arena", "gradients", "why_staged")
 
-    def __init__(self, gradients: object = None, arena: object = None) -> None:
+    def __init__(self, gradients: object = None, arena: object = None, why_staged: str | None = None) -> None:
         self.gradients = gradients
         # Weakly: parameters outlive worlds.
         self.arena: Callable[[], object] = (lambda: None) if arena is None else weakref.ref(arena)
+        self.why_staged = why_staged
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copies of a parameter, pickled ones too, have new gradients."""
@@ -184,18 +162,16 @@ def move_to_arena(parameters: Iterable[Any], arena: Any, unused: bool = False) -
             why = "a static graph may have its gradient"
         else:
             why = _move(parameter, arena)
-        parameter.__dict__[_SEEN] = _Seen(parameter._grad, arena)
-        parameter.__dict__[_WHY] = why
+        parameter.__dict__[_SEEN] = _Seen(parameter._grad, arena, why)
         any_looked_at = True
     return any_looked_at
 
 
 def set_to_zero(gradient: Any) -> None:
     """Overwrite a gradient with zeros, a row_sparse one with no rows."""
-    import mxnet
-
+    mxnet = require_mxnet()
     with mxnet.autograd.pause():
-        if stype_of(gradient) == "row_sparse":
+        if gradient.stype == "row_sparse":
             where = context_of(gradient)
             mxnet.nd.sparse.zeros("row_sparse", gradient.shape, where, gradient.dtype).copyto(gradient)
         else:
@@ -205,20 +181,17 @@ def set_to_zero(gradient: Any) -> None:
 
 def why_staged(parameter: Any) -> str | None:
     """Why a parameter's gradients are exchanged through staging memory; '' if they are not, None if unknown."""
-    why: str | None = parameter.__dict__.get(_WHY)
-    return why
+    seen: _Seen = parameter.__dict__.get(_SEEN, _Seen())
+    return seen.why_staged
 
 
 def _move(parameter: Any, arena: Any) -> str:
     """Return why it did not."""
-    import mxnet
-
     if len(parameter._grad) != 1:
         return f"{len(parameter._grad)} devices"
-    (gradient,) = parameter._grad
-    (data,) = parameter._data
-    if stype_of(gradient) != "default":
-        return stype_of(gradient)
+    (gradient,), (data,) = parameter._grad, parameter._data
+    if gradient.stype != "default":
+        return str(gradient.stype)
     where, dtype = context_of(gradient), dtype_name(gradient)
     if (where.device_type, where.device_id) != ("cpu", 0):
         return str(where)  # arrays in memory of ours are always on cpu(0)
@@ -237,7 +210,7 @@ def _move(parameter: Any, arena: Any) -> str:
         return "the arena is full"
     moved = type(gradient)(handle=ctypes.c_void_p(handle))
     # Marking forgets whether backward() has written the gradient since the last step.
-    fresh = data._fresh_grad
+    mxnet, fresh = require_mxnet(), data._fresh_grad
     with mxnet.autograd.pause():  # nothing of this belongs to what a caller may be recording
         moved[()] = gradient
         parameter._grad = [moved]
@@ -246,24 +219,19 @@ def _move(parameter: Any, arena: Any) -> str:
     return ""
 
 
+def _init_impl(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    for _, then in _awaiting.pop(self, ()):
+        then(self)
+
+
+def _allocate(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    original(self, *args, **kwargs)
+    move_to_arena([self], hooks.arena(), unused=True)
+
+
 def patch(mxnet: Any) -> None:
     """Have parameters tell when they have got their arrays, and move gradients to the arena as they are made."""
-
-    def initializing(original: Callable[..., Any]) -> Callable[..., Any]:
-        def _init_impl(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            for _, then in _awaiting.pop(self, ()):
-                then(self)
-
-        return _init_impl
-
-    def allocating(original: Callable[..., Any]) -> Callable[..., Any]:
-        def allocate(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            move_to_arena([self], hooks.arena(), unused=True)
-
-        return allocate
-
-    wrap(mxnet.gluon.Parameter, "_init_impl", initializing)
-    wrap(mxnet.gluon.Parameter, "_init_grad", allocating)
-    wrap(mxnet.gluon.Parameter, "cast", allocating)
+    surround(mxnet.gluon.Parameter, "_init_impl", _init_impl)
+    surround(mxnet.gluon.Parameter, "_init_grad", _allocate)
+    surround(mxnet.gluon.Parameter, "cast", _allocate)

@@ -9,8 +9,8 @@ With a store of ours a Trainer
 - compares its parameters with the other workers' every KVHVD_VERIFY_EVERY updates;
 - saves the residuals of 2bit compression with its states.
 
-Beside an optimizer that exchanges gradients itself it gets no store of ours, see optimizer.py. Without either it is
-watched, see unsynchronised.py. In a Join its steps go through its joinable.
+Beside an optimizer that exchanges gradients itself it gets no store of ours, see exchangers.py; without either it is
+watched, see there. In a Join its steps go through its joinable.
 """
 
 from __future__ import annotations
@@ -20,32 +20,23 @@ import copy
 import functools
 import logging
 import operator
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Optional
 
 from kvstore_hvd import log
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import UnsupportedMethodError, message
-from kvstore_hvd.mxnet_compat import unsynchronised
-from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, is_ours, wrap
-from kvstore_hvd.mxnet_compat.optimizer import (
-    COMPARED,
-    exchanging_in,
-    new_states,
-    set_store_aside,
-    states_of,
-    store_of,
-)
+from kvstore_hvd.mxnet_compat import exchangers
+from kvstore_hvd.mxnet_compat.exchangers import COMPARED, exchanging_in, new_states, set_store_aside, store_of
+from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, holding, is_ours, require_mxnet, surround, wrap
 from kvstore_hvd.mxnet_compat.parameter import move_to_arena, note_gradients, set_to_zero, why_staged
 
 #: Tells a worker that waits alone what the others have not passed.
 _FRESHNESS = "fresh gradients (ignore_stale_grad=True)"
-# Of a Trainer: its `_Exchange`.
+# Of a Trainer: its `Exchange`.
 _EXCHANGE = "_kvstore_hvd_exchange"
 _NOTHING = contextlib.nullcontext()
-
 _list_of = operator.attrgetter("_grad")
 _first_of = operator.itemgetter(0)
 
@@ -53,16 +44,9 @@ _first_of = operator.itemgetter(0)
 # -- Questions ------------------------------------------------------------------------------------------------------
 
 
-def is_trainer(thing: Any) -> bool:
-    """Whether it is a Trainer of Gluon. Does not import MXNet."""
-    mxnet = sys.modules.get("mxnet")
-    return mxnet is not None and isinstance(thing, mxnet.gluon.Trainer)
-
-
-def devices_of(trainer: Any) -> list[Any]:
-    """The contexts of MXNet that its parameters live on."""
-    devices: list[Any] = trainer._devices if hasattr(trainer, "_devices") else trainer._contexts  # MXNet 2, MXNet 1
-    return devices
+def devices_of(trainer: Any) -> Any:
+    """The list of MXNet's contexts that its parameters live on."""
+    return trainer._devices if hasattr(trainer, "_devices") else trainer._contexts  # MXNet 2, MXNet 1
 
 
 def trainers_of(parameters: Iterable[Any]) -> list[Any]:
@@ -70,11 +54,6 @@ def trainers_of(parameters: Iterable[Any]) -> list[Any]:
     found = [getattr(each, "_trainer", None) for each in parameters]
     trainers = [each() if isinstance(each, weakref.ref) else each for each in found]  # MXNet 2, MXNet 1
     return list({id(each): each for each in trainers if each is not None}.values())
-
-
-def states_in(trainer: Any) -> list[int]:
-    """For which parameters its optimizer has states, as numbers in order."""
-    return states_of(trainer._updaters[0]) if trainer._updaters else []
 
 
 def count_on_own_devices(trainer: Any) -> None:
@@ -92,72 +71,48 @@ def count_on_own_devices(trainer: Any) -> None:
 
 def key_of(trainer: Any, param: Any) -> int:
     """What a Trainer calls a parameter on its store."""
-    identity = param._uuid if hasattr(param, "_uuid") else param.name  # MXNet 2, MXNet 1
-    key: int = trainer._param2idx[identity]
+    key: int = trainer._param2idx[param._uuid if hasattr(param, "_uuid") else param.name]  # MXNet 2, MXNet 1
     return key
 
 
 def labels_of(trainer: Any) -> dict[int, str]:
     """Names of a Trainer's parameters by the keys that it uses for them on the store."""
-    names = _exchange_of(trainer).names
+    names = exchange_of(trainer).names
     return {key_of(trainer, param): names.get(id(param), param.name) for param in trainer._params}
-
-
-def name_parameters(trainer: Any, prefix: str) -> None:
-    """Put `prefix` before the names that `labels_of` returns."""
-    exchange = _exchange_of(trainer)
-    exchange.names = {id(each): prefix + exchange.names.get(id(each), each.name) for each in trainer._params}
-
-
-def note_joinable(trainer: Any, joinable: Any) -> None:
-    """Have the Trainer's steps go through ``joinable.step``, see `join.joinables`."""
-    _exchange_of(trainer).joinable = joinable
-
-
-def joinable_of(trainer: Any) -> Any:
-    """The joinable of `note_joinable`, or None."""
-    return _exchange_of(trainer).joinable
 
 
 def store_in(trainer: Any) -> Any:
     """A Trainer's store, or its name. A store of this package is made now if the first step would make it."""
-    import mxnet
-
     store = trainer._kvstore if trainer._kv_initialized else trainer._kvstore_params["kvstore"]
     if isinstance(store, str) and asks_for_ours(store):
-        store = trainer._kvstore_params["kvstore"] = mxnet.kvstore.create(store)
+        store = trainer._kvstore_params["kvstore"] = require_mxnet().kvstore.create(store)
     return store
-
-
-def broadcasts_parameters(trainer: Any) -> bool:
-    """Whether a Trainer without a store of ours broadcasts its parameters before its first step, like one with it."""
-    return _exchange_of(trainer).first_values_by is not None
 
 
 # -- What a Trainer exchanges ---------------------------------------------------------------------------------------
 
 
-class _Exchange:
+class Exchange:
     """The state of this package for one Trainer: its gradients, exchanged in one call in each step, and how."""
 
     def __init__(self) -> None:
         #: By the identity of a parameter; in MXNet 2 every parameter calls itself 'weight' or 'bias'.
         self.names: dict[int, str] = {}
+        #: What its steps go through, see `join.joinables`.
         self.joinable: Any = None
-        self.watch: Optional[unsynchronised.Watch] = None
-        #: The store of the optimizer, where that gives all workers the initial parameters.
+        self.watch: Optional[exchangers.Watch] = None
+        #: The store of the optimizer, where that gives all workers the initial parameters before the first step.
         self.first_values_by: Any = None
         #: Whether the last step, or an update, ignored stale gradients.
         self.ignores_stale = False
         #: The arrays whose gradients are fresh on any worker; None: unknown since the last update.
         self.fresh_anywhere: Optional[list[Any]] = None
-        #: By key: why a gradient is staged; in the store and the log, too.
+        #: By key: why a gradient is staged.
         self._staged: Optional[dict[int, str]] = None
         #: Every how many updates parameters are compared; in which generation, and how many updates it has had.
         self.verify_every, self._generation, self._updates = 0, None, 0
-        #: What the store made of the gradients; None when it takes them one by one.
+        #: What the store of ours has made of the gradients (None when it takes them one by one), and that store.
         self.step: Any = None
-        #: The store of ours that has made it.
         self.store: object = None
         self._arena: Callable[[], object] = lambda: None
         # MXNet makes a new list whenever it replaces the gradients of a parameter (`cast`, `reset_ctx`, `grad_req`,
@@ -165,11 +120,6 @@ class _Exchange:
         self._lists: list[Any] = []
         self._filled: list[Any] = []
         self._arrays: list[Any] = []
-
-    @property
-    def is_joined(self) -> bool:
-        """Whether the Trainer is in an enabled Join, which refuses stale gradients."""
-        return self.joinable is not None and bool(self.joinable.is_in_a_context)
 
     def is_current(self, trainer: Any, arena: object) -> bool:
         """Whether there is nothing to move to the arena, and the same to exchange on the same store in one call."""
@@ -186,12 +136,19 @@ class _Exchange:
     def look(self, trainer: Any, arena: Any, in_one_call: bool) -> None:
         """Move gradients to the arena where they can be, and look whether one call can exchange them."""
         if move_to_arena(trainer._params, arena) or self._staged is None:
-            self._tell_staged(trainer)
+            # Why gradients are not summed in place: recorded in the store, and in the log, once for each.
+            labels, logged = labels_of(trainer), self._staged or {}
+            reasons = [(key_of(trainer, param), why_staged(param)) for param in trainer._params]
+            self._staged = {key: why for key, why in reasons if why is not None}
+            for key, why in self._staged.items():
+                if why and logged.get(key) != why:
+                    text = "the gradient of '%s' (key %s) goes through staging memory: %s"
+                    log.logger.debug(text, labels[key], key, why)
+            trainer._kvstore._set_staged_reasons(self._staged)
         found = _gradients_of(trainer) if in_one_call else None
         self.step = None if found is None else trainer._kvstore._make_step(found)
         self.store = trainer._kvstore
-        # Weakly: Trainers outlive worlds.
-        self._arena = (lambda: None) if arena is None else weakref.ref(arena)
+        self._arena = (lambda: None) if arena is None else weakref.ref(arena)  # Trainers outlive worlds
         self._lists = [param._grad for param in trainer._params]
         self._filled = [each for each in self._lists if each is not None]
         self._arrays = [each[0] for each in self._filled]
@@ -239,69 +196,40 @@ class _Exchange:
             labelled = [(f"'{labels[key]}' (key {key})", param) for key, param in keys]
             trainer._kvstore._verify(labelled, f"after {self._updates} updates")
 
-    def _tell_staged(self, trainer: Any) -> None:
-        """Record in the store which gradients are not summed in place, and why; and in the log, once for each."""
-        labels, logged = labels_of(trainer), self._staged or {}
-        self._staged = {}
-        for param in trainer._params:
-            key, why = key_of(trainer, param), why_staged(param)
-            if why is None:
-                continue
-            self._staged[key] = why
-            if why and logged.get(key) != why:
-                log.logger.debug("the gradient of '%s' (key %s) goes through staging memory: %s", labels[key], key, why)
-        trainer._kvstore._set_staged_reasons(self._staged)
-
 
 # The wrappers of a step look for the attribute first, which saves a call.
-def _exchange_of(trainer: Any) -> _Exchange:
-    found: Optional[_Exchange] = vars(trainer).get(_EXCHANGE)
+def exchange_of(trainer: Any) -> Exchange:
+    found: Optional[Exchange] = vars(trainer).get(_EXCHANGE)
     if found is None:  # it was made before MXNet was changed
-        found = vars(trainer)[_EXCHANGE] = _Exchange()
+        found = vars(trainer)[_EXCHANGE] = Exchange()
     return found
 
 
 def _gradients_of(trainer: Any) -> Optional[list[tuple[int, Any, int]]]:
     """(key, array, priority) of each gradient; None if there is more to them."""
-    import mxnet
-
     if trainer._update_on_kvstore:
         return None
-    stock = mxnet.gluon.Parameter
-    found = []
+    gluon, found = require_mxnet().gluon, []
+    stock = gluon.Parameter
     for place, param in enumerate(trainer._params):
         kind, arrays = type(param), param._grad
-        if kind is mxnet.gluon.Constant and arrays is None:
+        if kind is gluon.Constant and arrays is None:
             continue
         # Subclasses may say something else each time.
-        if kind.grad_req is not stock.grad_req or kind.list_grad is not stock.list_grad:
+        is_stock = kind.grad_req is stock.grad_req and kind.list_grad is stock.list_grad
+        if not is_stock or param._data is None or (arrays is None) != (param.grad_req == "null"):
             return None
-        if param._data is None or (arrays is None) != (param.grad_req == "null"):
-            return None
-        if arrays is None:
-            continue
-        if len(arrays) != 1:
-            return None
-        key = trainer._param2idx[param._uuid] if hasattr(param, "_uuid") else place  # MXNet 2, MXNet 1
-        found.append((key, arrays[0], -place))
+        if arrays is not None:
+            if len(arrays) != 1:
+                return None
+            key = trainer._param2idx[param._uuid] if hasattr(param, "_uuid") else place  # MXNet 2, MXNet 1
+            found.append((key, arrays[0], -place))
     return found
 
 
-def _allow_sparse(trainer: Any) -> None:
-    """Let a Trainer start with our store, though it has row_sparse gradients."""
-    if trainer._contains_sparse_weight:
-        sparse = next(each for each in trainer._params if each._stype != "default")
-        fact = f"its weights are {sparse._stype}, and the store 'horovod' keeps none."
-        fix = "use dense weights (stype='default'); their gradients may be row_sparse (grad_stype)."
-        raise UnsupportedMethodError(message(fact, operation="Trainer", name=sparse.name, fix=fix))
-    # MXNet asks nothing else: from here on it treats the gradients as dense ones.
-    trainer._contains_sparse_grad = False
-
-
 def _share_overflow(trainer: Any) -> None:
-    """Have AMP see an overflow on all workers if there is one on any."""
-    # It looks for one before the update, in which such an optimizer exchanges gradients: a worker that skipped it alone
-    # would leave the others waiting.
+    """Have AMP see an overflow on all workers if there is one on any, beside an optimizer that exchanges gradients."""
+    # AMP looks for one before the update: a worker that skipped it alone would leave the others waiting.
     store = store_of(exchanging_in(trainer._optimizer))
     if store is None or store.num_workers == 1:
         return
@@ -319,88 +247,80 @@ _Method = Callable[..., Any]
 def patch(mxnet: Any) -> None:
     """Make the changes to MXNet."""
     owner = mxnet.gluon.Trainer
-    wrap(owner, "__init__", _constructing)
-    wrap(owner, "_reset_kvstore", _resetting)
-    wrap(owner, "_init_kvstore", _starting)
-    wrap(owner, "_init_params", _initializing)
+    surround(owner, "__init__", _init)
+    surround(owner, "_reset_kvstore", _reset_kvstore)
+    surround(owner, "_init_kvstore", _init_kvstore)
+    surround(owner, "_init_params", _init_params)
     wrap(owner, "step", _stepping)
     wrap(owner, "allreduce_grads", _reducing)
     wrap(owner, "_allreduce_grads", _exchanging)
     wrap(owner, "update", _updating)
     wrap(owner, "_update", _applying)
-    wrap(owner, "save_states", _saving)
-    wrap(owner, "load_states", _loading)
+    surround(owner, "save_states", _save_states)
+    surround(owner, "load_states", _load_states)
 
 
-def _constructing(original: _Method) -> _Method:
-    def init(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-        exchange = _exchange_of(self)
-        if hasattr(params, "items"):
-            exchange.names = {id(param): str(name) for name, param in params.items()}
-        original(self, params, *args, **kwargs)
-        asked = self._kvstore_params["kvstore"]
-        exchange.watch = unsynchronised.watch_of(asked)
-        # Before the first forward pass rather than at the first step, if there is a store already: a graph that was
-        # recorded before gradients move leaves its gradients in the old ones.
-        if is_ours(asked):
-            move_to_arena(self._params, asked._member.adapter_for_gradients())
-
-    return init
+def _init(original: _Method, self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+    exchange = exchange_of(self)
+    if hasattr(params, "items"):
+        exchange.names = {id(param): str(name) for name, param in params.items()}
+    original(self, params, *args, **kwargs)
+    asked = self._kvstore_params["kvstore"]
+    exchange.watch = exchangers.watch_of(asked)
+    # Before the first forward pass rather than at the first step, if there is a store already: a graph that was
+    # recorded before gradients move leaves its gradients in the old ones.
+    if is_ours(asked):
+        move_to_arena(self._params, asked._member.adapter_for_gradients())
 
 
-def _resetting(original: _Method) -> _Method:
-    def reset_kvstore(self: Any) -> None:
-        # The last thing that the constructor does, and what follows `reset_ctx`.
+def _reset_kvstore(original: _Method, self: Any) -> None:
+    # The last thing that the constructor does, and what follows `reset_ctx`.
+    original(self)
+    optimizer = exchanging_in(self._optimizer)
+    if optimizer is None:
+        return
+    asked = self._kvstore_params
+    if asks_for_ours(asked["kvstore"]):
+        exchange_of(self).first_values_by = store_of(optimizer)
+        asked["kvstore"] = set_store_aside(optimizer, asked["kvstore"], len(devices_of(self)))
+    if asked["update_on_kvstore"]:
+        fact = "update_on_kvstore=True has no effect beside an optimizer that exchanges gradients, a %s."
+        log.once("exchanging-on-kvstore", logging.WARNING, fact, type(optimizer).__name__)
+    asked["update_on_kvstore"] = False
+
+
+def _init_kvstore(original: _Method, self: Any) -> None:
+    if asks_for_ours(self._kvstore_params["kvstore"]):
+        if self._contains_sparse_weight:
+            sparse = next(each for each in self._params if each._stype != "default")
+            fact = f"its weights are {sparse._stype}, and the store 'horovod' keeps none."
+            fix = "use dense weights (stype='default'); their gradients may be row_sparse (grad_stype)."
+            raise UnsupportedMethodError(message(fact, operation="Trainer", name=sparse.name, fix=fix))
+        # MXNet asks nothing else: from here on it treats row_sparse gradients as dense ones.
+        self._contains_sparse_grad = False
+    original(self)
+    if is_ours(self._kvstore):
+        self._kvstore._set_key_labels(labels_of(self))
+        exchange_of(self).verify_every = config().verify_every
+    else:
+        note_gradients(self._params)
+
+
+def _init_params(original: _Method, self: Any) -> None:
+    own, waiting, store = self._kvstore, self._params_to_init, exchange_of(self).first_values_by
+    if store is None:
         original(self)
-        optimizer = exchanging_in(self._optimizer)
-        if optimizer is None:
-            return
-        asked = self._kvstore_params
-        if asks_for_ours(asked["kvstore"]):
-            _exchange_of(self).first_values_by = store_of(optimizer)
-            asked["kvstore"] = set_store_aside(optimizer, asked["kvstore"], len(devices_of(self)))
-        if asked["update_on_kvstore"]:
-            fact = "update_on_kvstore=True has no effect beside an optimizer that exchanges gradients, a %s."
-            log.once("exchanging-on-kvstore", logging.WARNING, fact, type(optimizer).__name__)
-        asked["update_on_kvstore"] = False
-
-    return reset_kvstore
-
-
-def _starting(original: _Method) -> _Method:
-    def init_kvstore(self: Any) -> None:
-        if asks_for_ours(self._kvstore_params["kvstore"]):
-            _allow_sparse(self)
+        return
+    with holding(self, _kvstore=store):
         original(self)
-        if is_ours(self._kvstore):
-            self._kvstore._set_key_labels(labels_of(self))
-            _exchange_of(self).verify_every = config().verify_every
-        else:
-            note_gradients(self._params)
-
-    return init_kvstore
-
-
-def _initializing(original: _Method) -> _Method:
-    def init_params(self: Any) -> None:
-        own, waiting, store = self._kvstore, self._params_to_init, _exchange_of(self).first_values_by
-        if store is not None:
-            self._kvstore = store
-            try:
-                original(self)
-            finally:
-                self._kvstore = own
-            if own is not None:
-                self._params_to_init = waiting
-        if own is not None or store is None:
-            original(self)
-
-    return init_params
+    if own is not None:
+        self._params_to_init = waiting
+        original(self)
 
 
 def _stepping(original: _Method) -> _Method:
     def step(self: Any, batch_size: Any, ignore_stale_grad: bool = False) -> None:
-        exchange = vars(self).get(_EXCHANGE) or _exchange_of(self)
+        exchange = vars(self).get(_EXCHANGE) or exchange_of(self)
         exchange.ignores_stale = bool(ignore_stale_grad)
         if exchange.joinable is None:
             original(self, batch_size, ignore_stale_grad)
@@ -412,7 +332,7 @@ def _stepping(original: _Method) -> _Method:
 
 def _reducing(original: _Method) -> _Method:
     def allreduce_grads(self: Any) -> None:
-        joinable = joinable_of(self)
+        joinable = exchange_of(self).joinable
         if joinable is not None:
             joinable.check_reduction()
         original(self)
@@ -422,7 +342,7 @@ def _reducing(original: _Method) -> _Method:
 
 def _updating(original: _Method) -> _Method:
     def update(self: Any, batch_size: Any, ignore_stale_grad: bool = False) -> None:
-        exchange = _exchange_of(self)
+        exchange = exchange_of(self)
         if exchange.joinable is not None:
             exchange.joinable.check_reduction()
         exchange.ignores_stale = bool(ignore_stale_grad) or exchange.ignores_stale  # for later `allreduce_grads`
@@ -442,7 +362,7 @@ def _exchanging(original: _Method) -> _Method:
 
 def exchange_gradients(trainer: Any, one_by_one: Callable[[Any], None], in_one_call: bool) -> None:
     """What ``Trainer._allreduce_grads`` does; `one_by_one` gives the trainer's store each gradient."""
-    store, exchange = trainer._kvstore, vars(trainer).get(_EXCHANGE) or _exchange_of(trainer)
+    store, exchange = trainer._kvstore, vars(trainer).get(_EXCHANGE) or exchange_of(trainer)
     if store is None or (store is not exchange.store and not is_ours(store)):
         aside = store_of(exchanging_in(trainer._optimizer)) if exchange.ignores_stale else None
         if aside is not None:  # before MXNet's store sums the gradients of several devices
@@ -450,10 +370,12 @@ def exchange_gradients(trainer: Any, one_by_one: Callable[[Any], None], in_one_c
         one_by_one(trainer)
         return
     stale: list[int] = []
-    if exchange.ignores_stale and not exchange.is_joined:
+    # An enabled Join refuses stale gradients.
+    if exchange.ignores_stale and not (exchange.joinable is not None and exchange.joinable.is_in_a_context):
         stale, exchange.fresh_anywhere = exchange.share_freshness(trainer, store)
     loaded: list[int] = []
-    if vars(trainer._updaters[0]).get(COMPARED) is not store._member.topology and not _are_all(stale, trainer):
+    is_compared = vars(trainer._updaters[0]).get(COMPARED) is store._member.topology
+    if not is_compared and (not stale or len(stale) < sum(each._grad is not None for each in trainer._params)):
         loaded = new_states(trainer._updaters[0], store)
     if not stale and not loaded:
         arena = store._member.adapter_for_gradients()
@@ -463,17 +385,13 @@ def exchange_gradients(trainer: Any, one_by_one: Callable[[Any], None], in_one_c
             return
     comparing = store._comparing_states(loaded) if loaded else _NOTHING
     without = store._without(stale) if stale else _NOTHING
-    with unsynchronised.uncounted(), comparing, without:
+    with exchangers.uncounted(), comparing, without:
         one_by_one(trainer)
-
-
-def _are_all(stale: list[int], trainer: Any) -> bool:
-    return bool(stale) and len(stale) == sum(each._grad is not None for each in trainer._params)
 
 
 def _applying(original: _Method) -> _Method:
     def update(self: Any, ignore_stale_grad: bool = False) -> None:
-        exchange = vars(self).get(_EXCHANGE) or _exchange_of(self)
+        exchange = vars(self).get(_EXCHANGE) or exchange_of(self)
         if exchange.watch is not None:
             exchange.watch = exchange.watch.look(self)
         shared, exchange.fresh_anywhere = exchange.fresh_anywhere, None
@@ -493,30 +411,23 @@ def _applying(original: _Method) -> _Method:
     return update
 
 
-def _saving(original: _Method) -> _Method:
-    def save_states(self: Any, fname: str) -> None:
-        with _without_first_step(self):
-            original(self, fname)
-        if is_ours(self._kvstore):
-            self._kvstore._save_residuals(fname)
-
-    return save_states
+def _save_states(original: _Method, self: Any, fname: str) -> None:
+    with _without_first_step(self):
+        original(self, fname)
+    if is_ours(self._kvstore):
+        self._kvstore._save_residuals(fname)
 
 
-def _loading(original: _Method) -> _Method:
-    def load_states(self: Any, fname: str) -> None:
-        with _without_first_step(self):
-            original(self, fname)
-        if is_ours(self._kvstore):
-            self._kvstore._load_residuals(fname)
-        if is_ours(self._kvstore) or exchanging_in(self._optimizer) is not None:
-            count_on_own_devices(self)
-
-    return load_states
+def _load_states(original: _Method, self: Any, fname: str) -> None:
+    with _without_first_step(self):
+        original(self, fname)
+    if is_ours(self._kvstore):
+        self._kvstore._load_residuals(fname)
+    if is_ours(self._kvstore) or exchanging_in(self._optimizer) is not None:
+        count_on_own_devices(self)
 
 
-@contextlib.contextmanager
-def _without_first_step(trainer: Any) -> Iterator[None]:
+def _without_first_step(trainer: Any) -> contextlib.AbstractContextManager[None]:
     """Within, a Trainer makes no store that is only named, and broadcasts no parameters."""
     # Workers match both by their order, and not every worker may save or load.
     store = trainer._kvstore_params["kvstore"]
@@ -525,9 +436,4 @@ def _without_first_step(trainer: Any) -> Iterator[None]:
         postponed["_params_to_init"] = []
         if isinstance(store, str) and not trainer._compression_params:
             postponed["_kv_initialized"] = True
-    before = {name: getattr(trainer, name) for name in postponed}
-    vars(trainer).update(postponed)
-    try:
-        yield
-    finally:
-        vars(trainer).update(before)
+    return holding(trainer, **postponed)

@@ -18,7 +18,7 @@ def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tupl
     """A fresh uninitialised array of `array`'s class, and of its dtype and shape unless others are given."""
     # It lies on the CPU unless a context is given. A row_sparse one has no rows.
     shape = array.shape if shape is None else shape
-    if mxnet_compat.stype_of(array) == "row_sparse":
+    if array.stype == "row_sparse":
         import mxnet as mx
 
         return mx.nd.sparse.zeros("row_sparse", shape, context or mx.cpu(), array.dtype if dtype == "" else dtype)
@@ -39,7 +39,7 @@ def copy(source: Any, destination: Any) -> None:
     import mxnet as mx
 
     with _shapes_of(source), mx.autograd.pause():
-        if mxnet_compat.stype_of(source) == "row_sparse":
+        if source.stype == "row_sparse":
             if source.dtype != destination.dtype:
                 source = source.astype(destination.dtype)
             source.copyto(destination)

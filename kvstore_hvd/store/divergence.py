@@ -108,7 +108,7 @@ def _hash(parameter: Any) -> int:
             return _NO_DATA
         array = parameter._data[0]
     digest = hashlib.blake2b(f"{mxnet_compat.dtype_name(array)} {array.shape}".encode(), digest_size=8)
-    digest.update(mxnet_compat.bytes_in(array))
+    digest.update(np.ascontiguousarray(array.asnumpy()).reshape(-1).view(np.uint8).data)
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 

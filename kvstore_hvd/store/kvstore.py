@@ -462,8 +462,7 @@ class Horovod(mx.kvstore.KVStoreBase):
     def _make_step(self, gradients: Sequence[tuple[Key, Any, int]]) -> Step | None:
         """The argument of `_exchange`, of (key, array, priority); None if there is none."""
         is_plain = all(
-            mxnet_compat.stype_of(array) == "default" and mxnet_compat.dtype_name(array) in native.DTYPES
-            for _, array, _ in gradients
+            array.stype == "default" and mxnet_compat.dtype_name(array) in native.DTYPES for _, array, _ in gradients
         )
         return Step(gradients) if gradients and is_plain else None
 

@@ -12,7 +12,7 @@ import pytest
 
 from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.config import reload
-from kvstore_hvd.mxnet_compat import hooks, unsynchronised
+from kvstore_hvd.mxnet_compat import exchangers, hooks
 
 # Folders of the package that know nothing of MXNet and MPI: tests with one of each suffice.
 ALIKE = {"base", "comm", "gpu", "native", "project", "tests"}
@@ -39,7 +39,7 @@ def world(monkeypatch):
     for name in ("_store", "_world_size", "arena"):
         monkeypatch.setattr(hooks, name, getattr(hooks, name))
     registry.pop("horovod", None)
-    monkeypatch.setattr(unsynchronised._Collectives, "counts", unsynchronised._Counts())
+    monkeypatch.setattr(exchangers._Collectives, "counts", exchangers._Counts())
     mxnet_compat.install_hooks(store_class(), lambda: World.size)
     yield World
     registry.clear()

@@ -5,7 +5,8 @@ import gc
 import numpy as np
 import pytest
 
-from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd import native
+from support.gluon import is_mxnet_2
 from support.pair import handles, mx, ramp
 
 
@@ -60,7 +61,7 @@ def test_operations_of_one_name_start_in_the_order_of_the_calls(pair):
 def test_weights_and_results_that_onednn_has_rearranged(pair):
     network = mx.gluon.nn.Conv2D(64, 3, in_channels=16)
     network.initialize()
-    kind = mx.np if mxnet_compat.version_number() >= 20000 else mx.nd
+    kind = mx.np if is_mxnet_2() else mx.nd
     image = kind.array(np.random.RandomState(0).uniform(size=(8, 16, 32, 32)).astype("float32"))
     network(image).wait_to_read()  # MXNet 2 makes the parameters now
     weight = next(iter(network.collect_params().values())).data()

@@ -35,7 +35,7 @@ def stand_in(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text("from stand_in import mpi_ops\nfrom stand_in.mpi_ops import size\n")
     (package / "mpi_ops.py").write_text("def size(): return 7\n")
-    (package / "compression.py").write_text("from stand_in.mpi_ops import size\n")
+    (package / "functions.py").write_text("from stand_in.mpi_ops import size\n")
     (package / "broken.py").write_text("import no_such_library\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(horovod_alias._NAMES, "horovod.mxnet", "stand_in")
@@ -48,14 +48,14 @@ def test_both_names_mean_one_module(stand_in):
     assert importlib.util.find_spec("horovod.mxnet") is not None
     assert stand_in not in sys.modules  # nothing is imported before a script does
     import horovod.mxnet as hvd
-    import horovod.mxnet.compression
+    import horovod.mxnet.functions
     import horovod.mxnet.mpi_ops
 
     assert hvd is sys.modules[stand_in]
     assert horovod.mxnet is hvd
     assert horovod.mxnet.mpi_ops is sys.modules["stand_in.mpi_ops"]
-    assert horovod.mxnet.compression is sys.modules["stand_in.compression"]
-    assert horovod.mxnet.compression.size is hvd.size
+    assert horovod.mxnet.functions is sys.modules["stand_in.functions"]
+    assert horovod.mxnet.functions.size is hvd.size
     assert hvd.size() == 7
 
 
@@ -72,6 +72,7 @@ def test_common_and_run(tmp_path, monkeypatch):
 
     assert horovod.common.exceptions is errors
     assert hvd.elastic is importlib.import_module("horovod.mxnet.elastic")
+    assert importlib.import_module("horovod.mxnet.compression").Compression is hvd.Compression
     assert hvd.elastic.ObjectState is elastic.ObjectState
     assert (horovod.run, horovod.__version__) == (kvstore_hvd.run, "0.28.1")
 

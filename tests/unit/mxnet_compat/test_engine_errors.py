@@ -8,7 +8,7 @@ import pytest
 
 from kvstore_hvd import errors, mxnet_compat
 from kvstore_hvd.mxnet_compat.hooks import in_one_line
-from support.fake_store import mx
+from support.fake_store import V2, mx
 
 _kept = []
 
@@ -33,7 +33,7 @@ def fail_in_engine(target, text):
         done = _Complete.from_address(arguments[-2])  # (context, [on_start,] on_complete, parameter)
         done.call(done.engine, done.parameter, ctypes.addressof(error))
 
-    callback = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * (4 if mxnet_compat.version_number() >= 20000 else 3))(run)
+    callback = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * (4 if V2 else 3))(run)
     _kept.extend([error, callback])
     handle = ctypes.c_void_p(mxnet_compat.handle_of(target))
     context = (ctypes.c_int32 * 2)(1, 0)
@@ -61,7 +61,7 @@ def test_errors_keep_class_and_text(world, read):
             continue
         x = mx.nd.ones((4,))
         x.wait_to_read()
-        fail_in_engine(x, mxnet_compat.engine_text(cls(text)))
+        fail_in_engine(x, f"{cls.__name__}: {cls(text)}")
         with pytest.raises(cls) as caught:
             if read == "waitall":
                 mx.nd.waitall()

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore_hvd import errors, log, mxnet_compat
 from kvstore_hvd.config import reload
-from kvstore_hvd.mxnet_compat import unsynchronised
+from kvstore_hvd.mxnet_compat import exchangers
 from support.fake_store import V2, mx, network, step, trainer_of
 from support.gluon import weights
 
@@ -25,7 +25,7 @@ def refused(has, exchanged="Nothing"):
 def said(monkeypatch, caplog):
     """What is logged; nothing was said or exchanged yet."""
     monkeypatch.setattr(log, "_logged", set())
-    monkeypatch.setattr(unsynchronised._Collectives, "counts", unsynchronised._Counts())
+    monkeypatch.setattr(exchangers._Collectives, "counts", exchangers._Counts())
     return caplog
 
 
