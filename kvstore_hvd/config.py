@@ -21,16 +21,9 @@ RESERVED_PREFIXES = ("KVHVD_BUILD_", "KVHVD_TEST_")
 
 # Three years: the native engine counts nanoseconds in 64 bits.
 _LONGEST_S = 1e8
-_LOG_LEVELS = {
-    "trace": "debug",
-    "debug": "debug",
-    "info": "info",
-    "warning": "warning",
-    "warn": "warning",
-    "error": "error",
-    "fatal": "critical",
-    "critical": "critical",
-}
+# Horovod's levels, and those of `logging`.
+_LOG_LEVELS = {"trace": "debug", "warn": "warning", "fatal": "critical"}
+_LOG_LEVELS |= {name: name for name in ("debug", "info", "warning", "error", "critical")}
 _FLAGS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 

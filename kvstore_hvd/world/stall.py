@@ -67,18 +67,14 @@ class StallInspector:
         shutdown_s: float,
         describe: Callable[[str], str],
     ) -> None:
-        self._engine = engine
-        self._topology = topology
-        self._name = f"rank {topology.rank_in_all}"
-        self._workers = f"workers{topology.group}"
-        self._check_s = min(check_s, shutdown_s) if shutdown_s else check_s
-        self._shutdown_s = shutdown_s
-        self._describe = describe
+        self._engine, self._topology, self._describe = engine, topology, describe
+        self._name, self._workers = f"rank {topology.rank_in_all}", f"workers{topology.group}"
+        self._check_s, self._shutdown_s = min(check_s, shutdown_s or check_s), shutdown_s
         #: Whether this worker has failed the world because others did not come.
         self.has_given_up = False
         self._waiting, self._missing = _Schedule(self._check_s), _Schedule(self._check_s)
         self._missed_since: dict[Missed, float] = {}
-        self._patient: set[tuple[str, float]] = set()
+        self._patient: set[tuple[str, float]] = set()  # of these this worker has logged that it may wait for any time
         self._blocked_since: float | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"{_OWN_THREADS}stall", daemon=True)
@@ -108,13 +104,11 @@ class StallInspector:
     def _run(self) -> None:
         tick_s = min(LOOK_S, self._check_s / _LOOKS) if self._check_s else LOOK_S
         clock = RunningClock()
-        while not self._ended.wait(tick_s):
-            try:
-                if not self.look(clock.now()):
-                    return
-            except Exception as error:  # noqa: BLE001 - a report must not be what ends a training
-                log.logger.warning("there will be no more stall reports: %s: %s", type(error).__name__, error)
-                return
+        try:
+            while not self._ended.wait(tick_s) and self.look(clock.now()):
+                pass
+        except Exception as error:  # noqa: BLE001 - a report must not be what ends a training
+            log.logger.warning("there will be no more stall reports: %s: %s", type(error).__name__, error)
 
     # -- What this worker waits for -----------------------------------------------------------------------------------
 
@@ -124,12 +118,18 @@ class StallInspector:
             self._look_at_blocked(now)
             return
         self._blocked_since = None
-        self._note_patient([one for one in waiting if one.name.startswith(native.PATIENT)])
+        patient = {(one.name, one.since): one for one in waiting if one.name.startswith(native.PATIENT)}
+        for key, one in patient.items():
+            if key not in self._patient and one.late:
+                whom = self._topology.rank_list(one.late)
+                head = f"{self._name} has no input left, and has waited {one.age_s:.0f} s for {whom}: this is no stall."
+                log.logger.info("%s", "\n  ".join([head, *self._ranks(one.late)]))
+        self._patient = set(patient)
         # The lowest rank that waits for an operation and is not stopped reports it.
         waiting = [
             one
             for one in sorted(waiting, key=lambda one: -one.age_s)
-            if not one.name.startswith(native.PATIENT)
+            if (one.name, one.since) not in patient
             and all(is_stopped(self._engine, rank) for rank in range(self._topology.rank) if rank not in one.late)
         ]
         culprits = {rank for one in waiting for rank in one.late}
@@ -147,15 +147,6 @@ class StallInspector:
             head = f"{self._name} waited {oldest:.0f} s, longer than the stall shutdown time, for {whom}"
             self.has_given_up = True
             self._engine.abort(self._waiting_text(head, waiting))
-
-    def _note_patient(self, waiting: Sequence[Waiting]) -> None:
-        """Log once that this worker has no input left, and may wait for the other workers for any time."""
-        for one in waiting:
-            if (one.name, one.since) not in self._patient and one.late:
-                whom = self._topology.rank_list(one.late)
-                head = f"{self._name} has no input left, and has waited {one.age_s:.0f} s for {whom}: this is no stall."
-                log.logger.info("%s", "\n  ".join([head, *self._ranks(one.late)]))
-        self._patient = {(one.name, one.since) for one in waiting}
 
     def _waiting_text(self, head: str, waiting: Sequence[Waiting], hint: str = "") -> str:
         lines = [head, *(f"{one.operation}: {one.age_s:.0f} s, {self._who(one)}" for one in waiting[:_SHOWN])]

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -17,8 +17,6 @@ from kvstore_hvd import errors, native
 from kvstore_hvd.errors import LaunchError, message
 
 __all__ = ["Topology"]
-
-_T = TypeVar("_T")
 
 _CLOCK_ROUNDS = 20
 #: Of errors that name ranks which did not arrive in time.
@@ -177,9 +175,9 @@ class Topology:
         return len(set(self.hosts))
 
 
-def _ranks_by(values: Iterable[_T]) -> dict[_T, list[int]]:
+def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
     """The ranks that have each value, ascending; values are in the order of their lowest ranks."""
-    ranks: dict[_T, list[int]] = {}
+    ranks: dict[Any, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return ranks
