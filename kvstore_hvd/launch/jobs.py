@@ -395,7 +395,7 @@ class Job:
 
     def _start(self, now: float) -> None:
         """Fill the slots with workers; again, where they are replaced."""
-        if self._finishing or (self.generation.begun and not self.generation.left):
+        if self._settings.replaces and (self._finishing or (self.generation.begun and not self.generation.left)):
             return
         holders = self.running if self._settings.replaces else list(self.workers.values())
         taken = {worker.slot for worker in holders}  # also by workers that leave or were killed

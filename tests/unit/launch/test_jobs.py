@@ -63,6 +63,14 @@ def test_a_job_that_replaces_nobody_starts_one_by_one_and_ends_after_a_failure()
     assert (play.ending.grace_s, play.starts()[3:]) == (0.0, [])
 
 
+def test_workers_may_end_before_others_have_started():
+    play = Play({"a": 3}, min_np=3, max_np=3, replaces=False)
+    for number in range(3):
+        play.job.started(number, 100 + number, play.now)
+        play.end(number)
+    assert play.outcome == (0, "")
+
+
 def test_a_job_that_is_over_starts_nobody():
     play = Play({"a": 2}, min_np=2, max_np=2, replaces=False)
     play.job.started(0, 100, play.now)  # its next worker is to start
