@@ -104,15 +104,23 @@ def start_native(copy: Path, target: str, hosts: str, log: Path) -> list[int]:
     return [pid]
 
 
-def start_pytest(copy: Path, tests: list[str], ranks: int, log: Path, *arguments: str) -> list[int]:
-    """Start pytest as one process, or as the ranks of a job; returns the processes."""
+def start_pytest(copy: Path, tests: list[str], ranks: int, hosts: str, log: Path, *arguments: str) -> list[int]:
+    """Start pytest as one process, or as the ranks of a job; over virtual hosts by kvhvdrun. Returns the processes."""
+    words = ["-q", "--disable-warnings", "-m", MARKS, *arguments, *tests]
+    path = {"PYTHONPATH": f"{copy}:{ROOT / 'tests'}"}
+    if hosts:
+        pid = fork(log, {**path, "KVHVD_TEST_HOSTS": hosts})
+        if pid == 0:
+            os.chdir(ROOT / "tests")
+            launcher = str(BIN / "kvhvdrun")
+            os.execv(launcher, [launcher, "-np", str(ranks), sys.executable, "-m", "pytest", *words])
+        return [pid]
     job = {"KVHVD_JOB": secrets.token_hex(8), "KVHVD_SECRET": secrets.token_hex(32)}
     pids = []
     for rank in range(max(1, ranks)):
         places = {"RANK": rank, "SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_SIZE": ranks}
         variables = {**job, **{f"KVHVD_{name}": str(number) for name, number in places.items()}} if ranks else {}
-        variables["PYTHONPATH"] = f"{copy}:{ROOT / 'tests'}"
-        pid = fork(log.with_suffix(f".{rank}"), variables)
+        pid = fork(log.with_suffix(f".{rank}"), {**variables, **path})
         if pid == 0:
             code = 99
             try:
@@ -120,7 +128,7 @@ def start_pytest(copy: Path, tests: list[str], ranks: int, log: Path, *arguments
 
                 sys.path[:0] = [str(copy)]
                 os.chdir(ROOT / "tests")
-                code = int(pytest.main(["-q", "--disable-warnings", "-m", MARKS, *arguments, *tests]))
+                code = int(pytest.main(words))
                 sys.stdout.flush()
                 sys.stderr.flush()
             finally:
@@ -168,16 +176,16 @@ def codes_of(pids: list[int]) -> list[int]:
 def failure_of(copy: Path, tests: list[str], *arguments: str) -> str:
     """Run tests of one tier; returns what failed, or ''; in parentheses where that is no test."""
     tier, _, name = tests[0].partition("/")
-    folder, _, count = tier.partition("-")
+    folder, count, hosts = re.fullmatch(r"(\w+)-?(\d*)@?([\d,]*)", tier).groups()
     log = copy / "log"
     for old in copy.glob("log*"):
         old.unlink()
     if folder == "native":
-        pids = start_native(copy, name, count, log)
+        pids = start_native(copy, name, hosts, log)
     else:
-        ranks = int(count or 3) if folder == "parallel" else 0
+        ranks = int(count or (4 if hosts else 3)) if folder == "parallel" else 0
         paths = [f"{folder}/{test.partition('/')[2]}" for test in tests]
-        pids = start_pytest(copy, paths, ranks, log, *arguments)
+        pids = start_pytest(copy, paths, ranks, hosts, log, *arguments)
     if not any(codes := codes_of(pids)):
         return ""
     output = "".join(each.read_text(errors="replace") for each in sorted(copy.glob("log*")))
@@ -249,7 +257,7 @@ def main() -> int:
                 red += [f"{job.name}: {failure}"] if failure else []
                 text = f"FAILS WITHOUT A FAULT: {failure}" if failure else "passed"
             else:
-                caught.update([re.split("[-/]", test)[0]] if is_test else [])
+                caught.update([re.split("[-/@]", test)[0]] if is_test else [])
                 survived += [] if is_test else [job.name]
                 text = failure if is_test else f"SURVIVED {failure}"
             print(f"{seconds:4.0f} s  {job.name}: {text}", flush=True)

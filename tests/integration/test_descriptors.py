@@ -43,7 +43,13 @@ hvd.barrier()
 
 
 def test_a_full_table_of_descriptors_kills_nobody(run):
-    program = "kvstore_hvd.init()\nkvstore_hvd.barrier()\nallow(0)\nfor step in range(20): kvstore_hvd.barrier()\nsay('through\\n')"
+    program = """
+kvstore_hvd.init()
+kvstore_hvd.barrier()  # imports its module
+allow(0)
+for step in range(20): kvstore_hvd.barrier()
+say('through\\n')
+"""
     assert run("-np 3", LIMITED + program).out.count("through") == 3
 
 
