@@ -4,7 +4,8 @@
 NAME is a file, file::test, a folder, a part of a file's name (`pushpull`, `parallel/join`), a folder of the package
 (`store`: all that concerns it), or a C++ test (`test_engine`; `test_engine@2`: over two hosts). Without names,
 `git status` chooses. Native sources that have changed are compiled first. Each failure is shown once, with its ranks;
-logs stay in build/t. Slow and timed tests run only where their file is named.
+logs stay in build/t. Slow and timed tests run only where their file is named. Without names, the planted faults of the
+changed sources follow.
 """
 
 from __future__ import annotations
@@ -73,14 +74,14 @@ def found(name: str) -> list[str]:
     return []
 
 
-def changed() -> list[str]:
-    """The names of tests that concern the uncommitted changes of this checkout."""
+def changed(sources: bool = False) -> list[str]:
+    """The names of tests that concern the uncommitted changes of this checkout; or the changed sources themselves."""
     command = ["git", "-C", str(ROOT), "status", "--porcelain", "-uall", "--no-renames"]
     names: list[str] = []
     for line in subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines():
         if line[3:].startswith(("native/", "kvstore_hvd/")):
-            names.append(part_of(line[3:]))
-        elif line[3:].startswith("tests/") and (ROOT / line[3:]).exists():
+            names.append(line[3:] if sources else part_of(line[3:]))
+        elif not sources and line[3:].startswith("tests/") and (ROOT / line[3:]).exists():
             names.append(line[3:])
     return list(dict.fromkeys(names))
 
@@ -145,6 +146,9 @@ def main(venv: Path) -> int:
     failed = run.run_all([steps[:1], steps[1:]], chosen) if steps else 0
     if of_cpp := [test for test in tests if "/" not in test]:
         failed += cpp(of_cpp, venv)
+    if not (options.names or failed):
+        command = [sys.executable, "tests/faults/run.py", "--of", *changed(sources=True)]
+        failed = subprocess.run(command, cwd=ROOT).returncode
     print(f"{'FAILED' if failed else 'passed'} in {time.monotonic() - start:.1f} s")
     return 1 if failed else 0
 

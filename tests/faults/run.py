@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
 import re
 import secrets
 import shutil
@@ -60,6 +61,11 @@ def must(*command: object, folder: Path = ROOT) -> str:
     return done.stdout
 
 
+def changed_by(patch: Path) -> set[str]:
+    """The files that a patch changes."""
+    return set(re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE))
+
+
 def copy_of_checkout(job: Job) -> Path:
     """Make a copy of the checkout, with the fault in it, compiled."""
     copy = WORK / job.name
@@ -71,7 +77,7 @@ def copy_of_checkout(job: Job) -> Path:
     must("cp", "-al", ROOT / "kvstore_hvd", ROOT / "native", copy)
     if job.patch is None:
         return copy
-    changed = re.findall(r"^\+\+\+ b/(\S+)", job.patch.read_text(), re.MULTILINE)
+    changed = changed_by(job.patch)
     for name in changed:  # hard links until now
         (copy / name).unlink()
         shutil.copy2(ROOT / name, copy / name)
@@ -229,11 +235,19 @@ def main() -> int:
     """Plant the faults that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults, without .patch [all]")
+    parser.add_argument("--tenth", metavar="SEED", help="a random tenth of all, the same for the same SEED")
+    parser.add_argument("--of", nargs="+", metavar="FILE", help="the faults in these files of the sources")
     parser.add_argument("--lanes", type=int, default=(os.cpu_count() or 1) + 1, help="faults at a time [%(default)d]")
     options = parser.parse_args()
     patches = [HERE / f"{name}.patch" for name in options.names] or sorted(HERE.glob("*.patch"))
     if unknown := [patch.stem for patch in patches if not patch.exists()]:
         sys.exit(f"no such fault: {' '.join(unknown)}")
+    if options.of:
+        patches = [each for each in patches if changed_by(each) & set(options.of)]
+    if options.tenth:
+        patches = random.Random(options.tenth).sample(patches, -(-len(patches) // 10))
+    if not patches:
+        return 0
     os.environ.update(KVHVD_TIMEOUT="20", OMP_NUM_THREADS="1", KVHVD_BUILD_JOBS="1")
     must(*BUILD)
     jobs = jobs_for(patches)
