@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <sys/syscall.h>
 
+#include <cerrno>
 #include <climits>
 #include <cstdio>
 #include <cstdlib>
@@ -53,13 +54,13 @@ void about_to_block() noexcept {
   }
 }
 
-void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
+bool futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit) {
   about_to_block();
   const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(limit);
   timespec time{};
   time.tv_sec = seconds.count();
   time.tv_nsec = (limit - seconds).count();
-  futex(word, FUTEX_WAIT, expected, &time);
+  return futex(word, FUTEX_WAIT, expected, &time) != 0 && errno == ETIMEDOUT;
 }
 
 void futex_wake_all(const std::atomic<std::uint32_t>& word) { futex(word, FUTEX_WAKE, INT_MAX, nullptr); }

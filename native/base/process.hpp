@@ -23,8 +23,9 @@ inline std::size_t page_size() { return static_cast<std::size_t>(sysconf(_SC_PAG
 // Have this process, which is ending, end with code 1 in place of 0. Another code stays.
 void end_as_failed();
 
-// Sleeps while `word`, in shared memory, holds `expected`, at most `limit`. May return early: callers re-check.
-void futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit);
+// Sleeps while `word`, in shared memory, holds `expected`, at most `limit`. May return early: callers re-check. Returns
+// whether it ended by the limit.
+bool futex_wait(const std::atomic<std::uint32_t>& word, std::uint32_t expected, std::chrono::nanoseconds limit);
 void futex_wake_all(const std::atomic<std::uint32_t>& word);
 void futex_wake_one(const std::atomic<std::uint32_t>& word);
 

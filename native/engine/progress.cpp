@@ -135,6 +135,7 @@ void Progress::stop_progressing() {
 // The communication thread.
 void Progress::communicate() {
   request_short_slice();
+  bool ended_by_limit = false;
   Flag& bell = state_.own().bell;
   for (;;) {
     const std::uint32_t seen = bell.value();
@@ -151,13 +152,14 @@ void Progress::communicate() {
       progressing_ = true;
     }
     while (progress(state_.policy)) {
+      if (std::exchange(ended_by_limit, false)) missed_wakes.fetch_add(1, std::memory_order_relaxed);
     }
     {
       const Lock lock = state_.locked();
       stop_progressing();
     }
     // Without spinning: it would take the core from the thread that submits next.
-    bell.wait_change(seen, WaitPolicy{}, kIdleTick, state_.world.failure);
+    ended_by_limit = bell.wait_change(seen, WaitPolicy{}, kIdleTick, state_.world.failure);
   }
 }
 

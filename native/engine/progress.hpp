@@ -140,20 +140,25 @@ bool Progress::progress_until(const Done& done, std::chrono::nanoseconds limit, 
     if (progressing_) {
       if (done()) continue;
       about_to_block();
-      changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kMaxSleep, limit));
+      const auto status = changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kMaxSleep, limit));
+      if (status == std::cv_status::timeout && done()) missed_wakes.fetch_add(1, std::memory_order_relaxed);
       continue;
     }
     progressing_ = true;
     lock.unlock();
     Flag& bell = state_.own().bell;
     const auto longest = std::min<std::chrono::nanoseconds>(kMaxSleep, limit);
+    bool ended_by_limit = false;
     while (!done() && !patience.is_over()) {
       const std::uint32_t seen = bell.value();
-      if (progress(policy) || done()) continue;
+      if (progress(policy) || done()) {
+        if (std::exchange(ended_by_limit, false)) missed_wakes.fetch_add(1, std::memory_order_relaxed);
+        continue;
+      }
       if (state_.world.failure.is_set()) {
         std::this_thread::sleep_for(kLook);  // for this rank's device, which alone may still be at work
       } else {
-        bell.wait_change(seen, policy, longest, state_.world.failure);
+        ended_by_limit = bell.wait_change(seen, policy, longest, state_.world.failure);
       }
     }
     EngineState::acquire(lock);

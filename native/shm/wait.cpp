@@ -73,16 +73,18 @@ bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failu
   // Sequentially consistent, see post().
   asleep_.store(1, std::memory_order_seq_cst);
   const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
-  if (static_cast<std::int32_t>(seen - target) < 0) futex_wait(value_, seen, kMaxSleep);
+  if (static_cast<std::int32_t>(seen - target) < 0 && futex_wait(value_, seen, kMaxSleep) && reached(target)) {
+    missed_wakes.fetch_add(1, std::memory_order_relaxed);
+  }
   failure.check();
   return reached(target);
 }
 
-void Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
+bool Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
                        const Failure& failure) {
-  if (poll(policy, [&] { return value() != seen; }) || failure.is_set() || !policy.sleeps) return;
+  if (poll(policy, [&] { return value() != seen; }) || failure.is_set() || !policy.sleeps) return false;
   asleep_.store(1, std::memory_order_seq_cst);  // As in wait_slow().
-  if (value_.load(std::memory_order_seq_cst) == seen) futex_wait(value_, seen, limit);
+  return value_.load(std::memory_order_seq_cst) == seen && futex_wait(value_, seen, limit);
 }
 
 void Flag::wake_sleepers() {

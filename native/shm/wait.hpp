@@ -84,6 +84,10 @@ class Alarm {
 // missed, as by a rank that is stopped before it wakes a sleeper.
 inline constexpr std::chrono::milliseconds kMaxSleep{100};
 
+// Sleeps of this process that ended by their limit although there was something to do: wake-ups that were missed. Each
+// costs time, and nothing fails. For tests. Relaxed.
+inline std::atomic<std::uint64_t> missed_wakes{0};
+
 // How a thread waits before it sleeps.
 struct WaitPolicy {
   std::chrono::nanoseconds spin{0};  // busy; only while every rank has a core of its own
@@ -184,8 +188,9 @@ class alignas(128) Flag {
     return reached(target) || wait_slow(target, policy, failure);
   }
 
-  // Until value() != seen or `limit` has passed; returns early when `failure` is set.
-  void wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
+  // Until value() != seen or `limit` has passed; returns early when `failure` is set. Returns whether it ended by the
+  // limit.
+  bool wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
                    const Failure& failure);
 
   // Wakes the sleepers without a new value.

@@ -1,5 +1,6 @@
 // The engine end to end, with ranks as threads: sums, names, waits and callbacks. test_arena.cpp has random schedules.
 #include <atomic>
+#include <random>
 #include <string>
 #include <thread>
 
@@ -56,6 +57,33 @@ const bool opposite_orders = testing::add("more names than slots, in opposite or
       for (int i = 0; i < kNames; ++i) check(data[i][0] == static_cast<float>(2 * i + 1), "wrong sum");
     }
   });
+});
+
+// A wake-up that is missed costs a sleep, and nothing fails.
+const bool awake = testing::add("no sleep ends by its limit while there is something to do", [] {
+  for (const int size : {2, 4}) {
+    const std::uint64_t before = missed_wakes.load();
+    with_world(size, [](Engine& engine, int rank) {
+      std::mt19937 own(static_cast<unsigned>(rank));
+      const auto pause = [&] { std::this_thread::sleep_for(std::chrono::microseconds(own() % 400)); };
+      for (std::size_t round = 0; round < 100; ++round) {
+        std::vector<std::vector<float>> data;
+        for (const std::size_t count : {1, 600, 20000, 400000}) data.push_back(values_of(rank, count));
+        std::vector<std::shared_ptr<Work>> works;
+        for (std::size_t i = 0; i < data.size(); ++i) {
+          pause();
+          works.push_back(engine.submit(allreduce("t" + std::to_string(i), data[(i + round) % data.size()])));
+        }
+        for (const auto& work : works) {
+          pause();
+          check(engine.wait(*work).ok(), work->status().text());
+        }
+        auto last = values_of(rank, 3);
+        check(engine.run(allreduce("last", last)).ok(), "the last one");
+      }
+    });
+    check_equal(missed_wakes.load(), before, "wake-ups that were missed");
+  }
 });
 
 const bool callbacks = testing::add("on_done is called exactly once, also for what fails", [] {
