@@ -292,7 +292,7 @@ TO_WORKER: Kinds = {
     "world": {"generation": _GENERATION, "job": _text, **_PLACE},
     "void": {"generation": _GENERATION, "text": _text},
     "updated": {"number": _whole(0), "result": _whole(0, 3)},
-    "leave": {"text": _text},
+    "leave": {},
     "fail": {"text": _text, "fix": _text},
 }
 OF_DAEMON: Kinds = {
@@ -314,15 +314,11 @@ TO_DAEMON: Kinds = {
         "command": _WORDS,
         "environment": _VARIABLES,
         "share": _NUMBERS,
-        "line": _FLAG,
+        "control": _FLAG,
         "stdin": _FLAG,
         "capture": _FLAG,
     },
     "to": {"worker": _WORKER, "message": _within(TO_WORKER)},
-    "signal": {
-        "worker": lambda value: None if value is None else _WORKER(value),
-        "signal": _whole(1, 64),
-        "ended": _FLAG,
-    },
+    "signal": {"worker": lambda value: None if value is None else _WORKER(value), "signal": _whole(1, 64)},
     "end": {"text": _text},
 }

@@ -85,11 +85,9 @@ def run(
 
     Parameters
     ----------
-    func : callable
-        The function; it calls ``hvd.init()`` itself. Function, arguments and results are pickled by cloudpickle:
-        lambdas, closures and definitions of a notebook or script by value, imports from modules by name.
-    args, kwargs : sequence and mapping, optional
-        Its arguments, the same in all workers.
+    func, args, kwargs : callable, sequence and mapping
+        The function, which calls ``hvd.init()`` itself, and its arguments, the same in all workers. All are pickled by
+        cloudpickle: lambdas, closures and definitions of a notebook or script by value, imports from modules by name.
     num_proc, np : int, optional
         Number of workers.
     min_num_proc, min_np, max_num_proc, max_np : int, optional
@@ -104,10 +102,8 @@ def run(
         Seconds that the workers may take to find each other.
     output_filename : str, optional
         Folder for a copy of each rank's output; not for elastic jobs.
-    verbose : bool or int, optional
-        Say what is started, and how it ended.
-    executable : str, optional
-        The Python of the workers; by default that of this process.
+    verbose, executable : bool or int, and str, optional
+        Whether to say what is started, and how it ended; the Python of the workers, by default that of this process.
     ssh_port, ssh_identity_file, disable_cache, network_interface, use_gloo : optional
         Accepted for Horovod's sake, without effect: there are no other hosts, checks of them, or controllers.
     use_mpi, mpi_args : optional
@@ -124,10 +120,8 @@ def run(
     RunError
         The function has raised an exception on some rank, which is the cause and whose traceback is in the text; or a
         rank has no result: it was killed, called ``sys.exit``, or the result cannot be pickled.
-    LaunchError
-        The workers cannot be started.
-    InvalidRequestError, InvalidTypeError, ConfigError
-        An argument or the environment is wrong. Nothing has been started.
+    LaunchError, InvalidRequestError, InvalidTypeError, ConfigError
+        The workers cannot be started; or an argument or the environment is wrong, and nothing has been started.
     """
     count = _one_of("num_proc", num_proc, "np", np, default=1)
     least = _one_of("min_num_proc", min_num_proc, "min_np", min_np)

@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvstore_hvd import __version__
 from kvstore_hvd.config import KNOBS, Config, config, environment
 from kvstore_hvd.errors import ConfigError, KVHvdError, LaunchError, message, printable
-from kvstore_hvd.launch.discovery import HostDiscoveryScript
+from kvstore_hvd.launch.daemons import HostDiscoveryScript
 from kvstore_hvd.launch.driver import Driver, Plan
 from kvstore_hvd.launch.hosts import (
     MAX_WORKERS,

@@ -169,7 +169,7 @@ class Daemon:
         try:
             messages = self._launcher.receive()
         except ChannelError as error:
-            self._lose(f"the line to the launcher is lost: {str(error).rstrip('.')}")
+            self._lose(f"the connection to the launcher is lost: {str(error).rstrip('.')}")
             return
         for message in messages:
             kind = message["t"]
@@ -195,7 +195,7 @@ class Daemon:
             self._tell("not_started", worker=number, text=self._why, errno=0)
             return
         variables = {**self._variables, **message["environment"]}
-        if message["line"]:
+        if message["control"]:
             variables["KVHVD_DAEMON"] = self._name
         cores = processes.share_of_cores(usable_cores(), *message["share"]) if message["share"] else ()
         ours: dict[int, int] = {}
@@ -229,7 +229,7 @@ class Daemon:
             if worker.id != message["worker"] and not (everyone and worker.id >= 0):
                 continue
             self._reaper.signal(worker.pid, message["signal"])
-            if message["ended"]:
+            if message["signal"] in processes.ENDING:
                 worker.kill_at = min(worker.kill_at, self._clock.now() + self._grace_s)
         if everyone and message["signal"] in (signal.SIGSTOP, signal.SIGCONT):
             # Ctrl-Z: the launcher stops itself next.

@@ -6,21 +6,23 @@ On another host than this one a remote shell starts the daemon. Then the process
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 from kvstore_hvd import __version__
 from kvstore_hvd.base.channel import OF_DAEMON, TO_DAEMON, Channel, ChannelError, Poller
 from kvstore_hvd.base.cores import RunningClock
 from kvstore_hvd.config import environment
+from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.daemon import BEAT_S, GREETING, Daemon
-from kvstore_hvd.launch.hosts import is_here, shell_command
-from kvstore_hvd.launch.state import Settings, how_it_ended
+from kvstore_hvd.launch.hosts import is_here, shell_command, slots_of
+from kvstore_hvd.launch.state import EXIT_FAILED, Settings, StartError, how_it_ended
 
 # After so many missed beats of a daemon, messages of its workers may be on the way.
 _SILENT_S = 4 * BEAT_S
@@ -37,6 +39,19 @@ _Hear = Callable[[str, dict[str, Any]], None]
 _Lost = Callable[[str, str, bool], None]
 # Exit codes of a shell that has not reached its host: ssh has 255, other shells have no special code.
 _UNREACHED = (1, 255)
+
+
+#: The host of the script.
+HERE = "localhost"
+# Seconds between the starts of two runs.
+_SCRIPT_EVERY_S = 1.0
+# Seconds of the longest run.
+_SCRIPT_LIMIT_S = 10.0
+_MAX_OUTPUT = 1 << 16
+_MAX_ERRORS = 8192  # kept of standard error, its end
+_MAX_LINE = 200  # of a line that an error quotes
+_SCRIPT_FIX = f"it has to end within {_SCRIPT_LIMIT_S:g} s, and to print HOST or HOST:N in each line."
+_SCRIPT_FIXES = {126: "chmod +x the script.", 127: "check the path of the script, as in ./discover.sh."}
 
 
 class _Daemon:
@@ -134,9 +149,9 @@ class Daemons:
 
     def give_up(self) -> None:
         """Kill all daemons and their workers; forget those that have been killed before and still run."""
-        for host, daemon in list(self._running.items()):
+        for daemon in list(self._running.values()):
             if daemon.given_up:
-                self._remove(self._running[host])
+                self._remove(daemon)
             daemon.given_up = True
             _kill(daemon)
 
@@ -206,15 +221,15 @@ class Daemons:
 
 def _fate(daemon: _Daemon, now: float) -> str:
     """How a daemon was lost; empty if it is not."""
-    silent = now - daemon.heard_at
+    silent, lost = now - daemon.heard_at, "the connection to its daemon was lost"
     if daemon.fault:
         if daemon.code is not None and not daemon.shell:
             return f"its daemon (pid {daemon.pid}) {how_it_ended(daemon.code)}"
         if daemon.code is not None:
-            what = "the line to its daemon was lost" if daemon.has_come else "its daemon did not come"
+            what = lost if daemon.has_come else "its daemon did not come"
             fault = f"{daemon.fault}; " if daemon.fault != _CLOSED else ""
             return f"{what}: {fault}'{daemon.shell}' {how_it_ended(daemon.code)}"
-        return f"the line to its daemon was lost: {daemon.fault}" if silent >= _NEWS_S and not daemon.ending else ""
+        return f"{lost}: {daemon.fault}" if silent >= _NEWS_S and not daemon.ending else ""
     limit_s = daemon.lease_s + _LEASE_EXTRA_S if daemon.has_come else daemon.start_s
     if silent < limit_s:
         return ""
@@ -242,3 +257,117 @@ def _kill(daemon: _Daemon) -> None:
             os.kill(daemon.guard, processes.KILL_DAEMON)
         elif daemon.guard == 0:
             os.kill(daemon.pid, signal.SIGKILL)
+
+
+# -- The host discovery script of an elastic job -----------------------------------------------------------------------
+
+
+def hosts_of_script(text: str, default: int = 1) -> dict[str, int]:
+    """The hosts that a script has printed: ``host`` or ``host:slots`` in each line, ``#`` before comments."""
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    slots = slots_of(filter(None, lines), default, least=0)
+    return {host: count for host, count in slots.items() if count}  # a host with 0 slots takes no worker now
+
+
+class HostDiscoveryScript:
+    """Runs a script again and again; never two at once, and none for long."""
+
+    # Each run is a task of this host's daemon, with a number below 0 in place of a worker's.
+
+    daemons: Daemons
+
+    def __init__(self, command: str, environment: Mapping[str, str], default: int) -> None:
+        self._name = f"the host discovery script '{command}'"
+        self.command = ["/bin/sh", "-c", command]
+        self._environment, self._default = environment, default
+        self._task = 0
+        self._running = False
+        self._result: dict[str, int] | StartError | None = None  # of the last run, for `poll`
+        self._next = self._started = 0.0
+        self._killed = ""  # why the run was killed
+        self._fault = ""  # of the last run
+        self._output, self._errors = bytearray(), bytearray()
+
+    def poll(self, now: float) -> dict[str, int] | None:
+        """The hosts of a run that has ended, else None. Starts the next run when it is time. Raises StartError."""
+        result, self._result = self._result, None
+        if isinstance(result, StartError):
+            raise result
+        if result is not None:
+            return result
+        if not self._running and now >= self._next:
+            self._next, self._started, self._killed = now + _SCRIPT_EVERY_S, now, ""
+            self._output.clear()
+            self._errors.clear()
+            self._task, self._running = self._task - 1, True
+            try:
+                self.daemons.start(HERE)
+            except OSError as error:
+                self.lost(f"cannot be started: {error}")
+            none = {"share": [], "control": False, "stdin": False, "capture": True}
+            task = {"worker": self._task, "command": self.command, "environment": self._environment}
+            self.daemons.send(HERE, "start", **task, **none)
+        elif self._running and now >= self._started + _SCRIPT_LIMIT_S:
+            self._kill(f"took more than {_SCRIPT_LIMIT_S:g} s")
+        return None
+
+    def _kill(self, why: str) -> None:
+        if not self._killed:
+            self._killed = why
+            self.daemons.send(HERE, "signal", worker=self._task, signal=int(signal.SIGKILL))
+
+    def starts_at(self) -> float:
+        """The time of the next run; infinite during a run."""
+        return math.inf if self._running else self._next
+
+    def fault(self, now: float) -> str:
+        """How the last run failed, or that this one takes long; empty if neither."""
+        if self._fault or not self._running or now < self._started + _SCRIPT_EVERY_S:
+            return self._fault
+        seconds = f"{now - self._started:.0f} s"
+        return message(f"{self._name} is still running after {seconds}{self._quote()}.", fix=_SCRIPT_FIX)
+
+    def heard(self, message: Mapping[str, Any]) -> None:
+        if message["worker"] != self._task or not self._running:
+            return
+        if message["t"] == "out" and message["fd"] == 1:
+            self._output += message.get("raw", b"")[: _MAX_OUTPUT + 1 - len(self._output)]
+            if len(self._output) > _MAX_OUTPUT:
+                self._kill(f"printed more than {_MAX_OUTPUT} bytes")
+        elif message["t"] == "out":
+            self._errors += message.get("raw", b"")
+            del self._errors[:-_MAX_ERRORS]
+        elif message["t"] == "exited":
+            self._end(message["code"], how_it_ended(message["code"]))
+        elif message["t"] == "not_started":
+            self.lost(f"cannot be started: {message['text']}")
+
+    def lost(self, text: str) -> None:
+        """End the run, if there is one, for this reason."""
+        if self._running:
+            self._end(-1, text)
+
+    def _quote(self) -> str:
+        """The last lines on standard error, or else of the hosts, for the end of a sentence."""
+        text = (self._errors.strip() or self._output[-_MAX_ERRORS:].strip()).decode("utf-8", "backslashreplace")
+        return f"; it says: {' / '.join(line[:_MAX_LINE] for line in text.splitlines()[-3:])}" if text else ""
+
+    def _end(self, code: int, how: str) -> None:
+        self._running, exit_code, fix = False, EXIT_FAILED, _SCRIPT_FIX
+        if self._killed:
+            fact = f"{self._name} {self._killed} and was killed{self._quote()}."
+        elif code:
+            fix = _SCRIPT_FIXES.get(code, "see what it says; it is run by /bin/sh, in the working folder.")
+            exit_code = code if code in _SCRIPT_FIXES else EXIT_FAILED
+            fact = f"{self._name} {how}{self._quote()}."
+        else:
+            try:
+                hosts = hosts_of_script(self._output.decode("utf-8-sig", "backslashreplace"), self._default)
+            except LaunchError as error:
+                fact = f"what {self._name} printed are no hosts: {str(error).splitlines()[0].rstrip('.')}."
+            else:
+                fact = f"{self._name} names no host{self._quote()}."
+                self._result, self._fault = hosts, "" if hosts else message(fact, fix=fix)
+                return
+        self._result = StartError(message(fact, fix=fix), exit_code)
+        self._fault = str(self._result)

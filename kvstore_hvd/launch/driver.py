@@ -19,23 +19,11 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import message, printable
 from kvstore_hvd.horovod.variables import Ranks, of_worker
 from kvstore_hvd.launch import processes
-from kvstore_hvd.launch.daemons import Daemons
-from kvstore_hvd.launch.discovery import HERE, HostDiscoveryScript
-from kvstore_hvd.launch.hosts import is_here, look_up, machine_of, shell_command, travelling
+from kvstore_hvd.launch.daemons import HERE, Daemons, HostDiscoveryScript
+from kvstore_hvd.launch.hosts import Slot, is_here, look_up, machine_of, shell_command, travelling
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.output import Output
-from kvstore_hvd.launch.state import (
-    EXIT_FAILED,
-    EXIT_NOT_STARTED,
-    End,
-    Kill,
-    Note,
-    Settings,
-    Slot,
-    Start,
-    StartError,
-    Tell,
-)
+from kvstore_hvd.launch.state import EXIT_FAILED, EXIT_NOT_STARTED, End, Kill, Note, Settings, Start, StartError, Tell
 
 # Daemons may take this much longer to end than their workers.
 _DAEMON_ENDS_S = 3.0
@@ -92,9 +80,10 @@ class Driver:
         self._threads = 0  # of OpenMP in each worker; 0: not decided yet
         self._discovery_fails_since = math.inf
         self._discovered = False
-        # Hosts of a job without replacements whose daemons are not up: why, and when to try again; None: never.
-        self._missing: dict[str, tuple[str, float | None]] = {}
-        self._missing_until = math.inf
+        # Hosts of a job without replacements whose daemons have failed to come up, and why; those that never will.
+        self._missing: dict[str, str] = {}
+        self._hopeless: set[str] = set()
+        self._retry_at = self._missing_until = math.inf
         self._last_event = ""
         self._not_started: StartError | None = None
         self._signal: int | None = None  # the first one that ended the job
@@ -181,9 +170,7 @@ class Driver:
         if end is None and self._end is not None:
             return
         if self._settings.replaces and not self._is_gone:
-            generation, workers = self._job.generation, f"{len(self._job.running)} workers"
-            left = f"generation {generation.number}, {len(generation.left)} of {workers}"
-            self._output.show(f"kvhvdrun: {left if generation.begun else f'{workers} start'}; {self._last_event}")
+            self._output.show(f"kvhvdrun: {self._job.status}; {self._last_event}")
         wait_s = min(LOOK_S, self._output.step())
         if not self._output.held_up:
             self._daemons.acknowledge()
@@ -243,7 +230,8 @@ class Driver:
         try:
             self._daemons.start(host)
         except OSError as error:
-            self._missing[host] = f"its daemon could not be started: {error}", None
+            self._missing[host] = f"its daemon could not be started: {error}"
+            self._hopeless.add(host)
 
     def _on_lost_host(self, host: str, why: str, may_come: bool) -> None:
         if host == HERE and self._plan.script is not None:
@@ -251,32 +239,33 @@ class Driver:
         if self._settings.replaces or self._job.workers:
             self._job.host_lost(host, why, self._job_now)
             return
-        if may_come and all(at is None for _, at in self._missing.values()):
+        if may_come and not self._missing:
             limit = f"{self._settings.start_timeout_s:g} s (--start-timeout)"
             self._output.say(f"host {host} is not there yet, and is tried again for {limit}: {why}.")
-        self._missing[host] = why, self._clock.now() + _RETRY_S if may_come else None
+        self._missing[host], self._retry_at = why, min(self._retry_at, self._clock.now() + _RETRY_S)
+        if not may_come:
+            self._hopeless.add(host)
 
     def _await_hosts(self, now: float) -> float:
         """Try hosts again that may come up yet, or end the job without them; returns when to do so again."""
-        is_hopeless = any(at is None for _, at in self._missing.values())
-        if now >= self._missing_until or (is_hopeless and not self._daemons.are_awaited()):
-            self._refuse_hosts()
-            return math.inf
-        for host, (why, at) in list(self._missing.items()):
-            if at is not None and now >= at and not is_hopeless:
-                self._missing[host] = why, math.inf
-                self._start_daemon(host)
-        times = [at for _, at in self._missing.values() if at is not None and not is_hopeless]
-        return min([self._missing_until, *times])
+        if now < self._missing_until and not self._hopeless:
+            if now >= self._retry_at:
+                self._retry_at = math.inf
+                for host in list(self._missing):
+                    self._start_daemon(host)
+            return min(self._missing_until, self._retry_at)
+        if now >= self._missing_until or not self._daemons.are_awaited():
+            hosts = [host for host in self._plan.hosts if host in self._missing]
+            words = shell_command(self._plan.shell, hosts[0], [sys.executable, "--version"])
+            fix = f"try {' '.join(words)}; Python and this package have the same path on every host."
+            if set(hosts) - self._hopeless:
+                fix += " --start-timeout (seconds) gives hosts more time to come up."
+            details = [f"{host}: {self._missing[host]}" for host in hosts]
+            self._refuse(f"the job cannot start on {len(hosts)} of its hosts.", fix, details)
+        return self._missing_until
 
-    def _refuse_hosts(self) -> None:
-        hosts = [host for host in self._plan.hosts if host in self._missing]
-        details = [f"{host}: {self._missing[host][0]}" for host in hosts]
-        words = shell_command(self._plan.shell, hosts[0], [sys.executable, "--version"])
-        fix = f"try {' '.join(words)}; Python and this package have the same path on every host."
-        if any(at is not None for _, at in self._missing.values()):
-            fix += " --start-timeout (seconds) gives hosts more time to come up."
-        fact = f"the job cannot start on {len(details)} of its hosts."
+    def _refuse(self, fact: str, fix: str, details: Sequence[str] = ()) -> None:
+        """End a job without replacements that cannot start."""
         self._not_started = StartError(message(fact, details=details, fix=fix))
         self._job.give_up("")
 
@@ -288,16 +277,16 @@ class Driver:
                 if isinstance(action, Note):
                     self._note(action)
                 elif isinstance(action, Start):
-                    self._start(action)
+                    self._start(action.worker, action.slot)
                 elif isinstance(action, Tell):
                     self._send(action.worker, "to", message=action.message)
                 elif isinstance(action, Kill):
-                    self._send(action.worker, "signal", signal=int(action.number), ended=action.ended)
+                    self._send(action.worker, "signal", signal=int(action.number))
                 elif self._end is None:
                     self._end, self._end_grace_s = action, action.grace_s
 
-    def _start(self, action: Start) -> None:
-        plan, settings, slot, number = self._plan, self._settings, action.slot, action.worker
+    def _start(self, number: int, slot: Slot) -> None:
+        plan, settings = self._plan, self._settings
         if self._job.workers[number].lost:
             return  # with its host, when the start of another worker failed
         try:
@@ -306,7 +295,7 @@ class Driver:
             if settings.replaces:
                 self._job.host_lost(slot.host, f"its daemon could not be started: {error}", self._job_now)
             else:
-                self._refuse(slot.host, error.errno, str(error))
+                self._refuse_worker(slot.host, error.errno, str(error))
             return
         ranks = self._job.ranks_of(number)
         environment = environment_of(plan, number, slot, ranks, self._secret)
@@ -336,18 +325,15 @@ class Driver:
             command=list(plan.command),
             environment=environment if is_here(slot.host) else travelling(environment, sent),
             share=share if plan.options.bind_cores else [],
-            line=are_several or settings.replaces,
+            control=are_several or settings.replaces,  # whether it gets a control connection
             stdin=number == 0 and not settings.replaces,  # on another host that of the daemon, which is empty
             capture=plan.capture,
         )
 
-    def _refuse(self, host: str, number: int | None, text: str) -> None:
-        """End a job without replacements, because a worker could not be started."""
-        fix = _FIXES.get(number or 0, "see the reason; a sandbox may forbid it.")
+    def _refuse_worker(self, host: str, number: int | None, text: str) -> None:
         where = "" if is_here(host) else f" on {host}"
-        fact = f"a worker could not be started{where}: {text}."
-        self._not_started = StartError(message(fact, fix=fix))
-        self._job.give_up("")
+        fix = _FIXES.get(number or 0, "see the reason; a sandbox may forbid it.")
+        self._refuse(f"a worker could not be started{where}: {text}.", fix)
 
     def _send(self, worker: int, kind: str, **fields: Any) -> None:
         self._daemons.send(self._job.workers[worker].slot.host, kind, worker=worker, **fields)
@@ -356,11 +342,12 @@ class Driver:
 
     def _take(self, host: str, message: dict[str, Any]) -> None:
         kind, now, number = message["t"], self._job_now, message.get("worker", 0)
-        if "worker" in message and not self._is_of(host, number):
+        worker, script = self._job.workers.get(number), self._plan.script
+        is_own = host == HERE and script is not None if number < 0 else worker is not None and worker.slot.host == host
+        if "worker" in message and not is_own:
             raise ChannelError(f"it speaks for worker {number}, which is none of its own.")
-        if number < 0:
-            assert self._plan.script is not None
-            self._plan.script.heard(message)
+        if number < 0 and script is not None:
+            script.heard(message)
         elif kind == "up":
             self._missing.pop(host, None)
         elif kind == "out":
@@ -372,7 +359,7 @@ class Driver:
         elif kind == "started":
             self._job.started(number, message["pid"], now)
         elif kind == "not_started" and not self._settings.replaces:
-            self._refuse(host, message["errno"], message["text"])
+            self._refuse_worker(host, message["errno"], message["text"])
         elif kind == "not_started":
             self._output.feed(number, 2, printable(message["text"]).encode() + b"\n")
             self._job.exited(number, EXIT_NOT_STARTED, now)
@@ -384,16 +371,10 @@ class Driver:
             except ValueError as error:
                 self._output.say(f"worker {number} says what makes no sense: {error}")
 
-    def _is_of(self, host: str, number: int) -> bool:
-        """Whether a worker, or a task of ours (below 0), is one of this host's daemon."""
-        if number < 0:
-            return host == HERE and self._plan.script is not None
-        return number in self._job.workers and self._job.workers[number].slot.host == host
-
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number == signal.SIGINT and self._signal is not None:
-                self._signal_all(signal.SIGKILL, ended=True)
+                self._signal_all(signal.SIGKILL)
                 # The reader of our output may delay the end, but not for long.
                 self._end_grace_s = 0.0
                 self._drop_at = self._look_at_clock() + (0.0 if self._is_gone else _LAST_WORDS_S)
@@ -416,12 +397,12 @@ class Driver:
 
     def _end_by(self, number: int) -> None:
         self._job.give_up("")
-        self._signal_all(number, ended=True)
+        self._signal_all(number)
         if self._end is None:
             self._end, self._end_grace_s = End(0), self._settings.kill_grace_s
 
-    def _signal_all(self, number: int, *, ended: bool = False) -> None:
-        self._daemons.send_all("signal", worker=None, signal=int(number), ended=ended)
+    def _signal_all(self, number: int) -> None:
+        self._daemons.send_all("signal", worker=None, signal=int(number))
 
     def _report_losses(self) -> bool:
         """Act on output and events that could not be written; returns whether there were any."""

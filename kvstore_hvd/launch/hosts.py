@@ -1,4 +1,4 @@
-"""The hosts of workers: ``-H``, host files and Slurm; limits of a host; names of this host; commands on others."""
+"""The hosts of workers: their slots; ``-H``, host files and Slurm; names of this host; commands on others."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from kvstore_hvd.base.cores import limit_of, open_below
 from kvstore_hvd.errors import LaunchError, message
@@ -25,11 +26,11 @@ _ENTRY = re.compile(
 )
 # Slurm: ``a1,rack[1-2]node[01-16,20]``, with up to five brackets, and ``2(x3),1`` for the tasks of four hosts.
 _RANGE = r"\d{1,18}(?:-\d{1,18})?"
-_PART = rf"(?!-)(?:[\w.-]|\[{_RANGE}(?:,{_RANGE})*\])+"
+_PART = rf"(?=[\w.\[])[\w.-]*(?:\[{_RANGE}(?:,{_RANGE})*\][\w.-]*){{0,5}}"
 _NODES = re.compile(rf"{_PART}(?:,{_PART})*", re.ASCII)
 _COUNT = r"[1-9]\d{0,8}"
 _TASKS = re.compile(rf"{_COUNT}(?:\(x{_COUNT}\))?(?:,{_COUNT}(?:\(x{_COUNT}\))?)*", re.ASCII)
-_MOST_HOSTS, _MOST_BRACKETS = 1 << 16, 5
+_MOST_HOSTS = 1 << 16
 # A name without an answer in this time is none of this host.
 _LOOK_UP_S, _LOOK_UP_THREADS = 2.0, 32
 _DISCARD = 9  # a port
@@ -50,6 +51,66 @@ MAX_WORKERS = 256
 _EACH, _OWN, _STANDARD_STREAMS = 3, 24, 3
 #: Runs a daemon on a host beside other steps, with all cores and all memory of the job, and without variables of MPI.
 SRUN = "srun --nodes=1 --ntasks=1 --overlap --mem=0 --cpu-bind=none --mpi=none --nodelist={host}"
+
+
+class Slot(NamedTuple):
+    """Room for one worker: the `index`-th slot of a host."""
+
+    host: str
+    index: int  # type: ignore[assignment]  # a method of tuples has this name, too
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.index}"
+
+
+class Slots:
+    """The slots of all hosts, oldest host first."""
+
+    def __init__(self, cooldown: tuple[float, float]) -> None:
+        self._cooldown = cooldown  # least and most seconds without a worker after a crash
+        self._hosts: dict[str, int] = {}
+        # By slot or host; kept when a host goes, as it may come back.
+        self._crashes: Counter[Slot | str] = Counter()
+        self._usable_from: dict[Slot | str, float] = {}
+
+    def __contains__(self, slot: Slot) -> bool:
+        return slot.index < self._hosts.get(slot.host, 0)
+
+    def __iter__(self) -> Iterator[Slot]:
+        return (Slot(host, index) for host, count in self._hosts.items() for index in range(count))
+
+    def __len__(self) -> int:
+        return sum(self._hosts.values())
+
+    def update(self, hosts: Mapping[str, int]) -> list[tuple[str, str, int]]:
+        """Set the hosts and their numbers of slots; returns event, host and number of each change."""
+        before = self._hosts
+        # Each decision goes over all slots.
+        counts = {host: min(hosts.get(host, 0), MAX_WORKERS) for host in {**before, **hosts}}
+        self._hosts = {host: count for host, count in counts.items() if count}
+        more = {host: count - before.get(host, 0) for host, count in counts.items()}
+        return [("host_added" if more[host] > 0 else "host_removed", host, counts[host]) for host in more if more[host]]
+
+    def crashed(self, where: Slot | str, now: float, *, had_begun: bool = True, lived_long: bool = False) -> float:
+        """Count a crash in a slot, or the loss of a host; returns the seconds until it gets another worker."""
+        if lived_long:  # earlier crashes count no more
+            del self._crashes[where]
+            self._usable_from.pop(where, None)
+        earlier, (lower, upper) = self._crashes[where], self._cooldown
+        self._crashes[where] += 1
+        if earlier == 0 and had_begun:
+            return 0.0
+        seconds = min(upper, lower * 2.0 ** min(earlier, 60))  # 2.0 ** 1024 is no float any more
+        self._usable_from[where] = now + seconds
+        return seconds
+
+    def order(self, slot: Slot) -> tuple[int, str, int]:
+        """A key that sorts slots; removed hosts come last."""
+        hosts = list(self._hosts)
+        return (hosts.index(slot.host) if slot.host in self._hosts else len(hosts), slot.host, slot.index)
+
+    def usable_from(self, slot: Slot) -> float:
+        return max(self._usable_from.get(where, 0.0) for where in (slot, slot.host))
 
 
 def check_count(count: int) -> None:
@@ -114,8 +175,6 @@ def hosts_of_allocation(variables: Mapping[str, str]) -> dict[str, int] | None:
         return None
     fix = "name the hosts: kvhvdrun -H node1:2,node2:2 ..."
     parts = re.findall(_PART, nodes, re.ASCII) if _NODES.fullmatch(nodes) else []
-    if any(part.count("[") > _MOST_BRACKETS for part in parts):
-        parts = []
     hosts = list(itertools.islice((host for part in parts for host in _each(part)), _MOST_HOSTS + 1))
     if len(hosts) > _MOST_HOSTS:
         raise LaunchError(message(f"SLURM_JOB_NODELIST={nodes} has more than {_MOST_HOSTS} hosts.", fix=fix))

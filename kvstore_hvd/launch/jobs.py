@@ -14,33 +14,31 @@ from __future__ import annotations
 import math
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from kvstore_hvd.errors import message, rank_list
+from kvstore_hvd.errors import message as text_of
+from kvstore_hvd.errors import rank_list
 from kvstore_hvd.horovod.variables import Ranks
+from kvstore_hvd.launch.hosts import Slot, Slots
 from kvstore_hvd.launch.state import (
-    ADDED,
     EXIT_FAILED,
     NO_CHANGE,
-    REMOVED,
     Action,
     End,
-    Endpoint,
     Generation,
     Kill,
     Note,
     Settings,
-    Slot,
-    Slots,
     Start,
     Tell,
     Worker,
-    local_ranks,
     machines,
     rank_order,
 )
 
+# Bits of an 'updated' message, as in Horovod's HostUpdateResult.
+_REMOVED, _ADDED = 1, 2
 # Causes of 'ready' that report a lost world. After the others ('updated', 'reset') all members come by themselves.
 _LOST = ("lost", "timeout", "meeting")
 # By cause: seconds in which the other members have to be ready, too. They know of it, so that only the wait itself can
@@ -56,7 +54,6 @@ _SOON_S = 60.0
 _MAX_FAILING = 5
 # Newcomers wait for others at least this long, and at most as long as the first of them took to be ready.
 _TOGETHER_S = 2.0
-_NOT_NEEDED = "this worker is not needed any more"
 # A worker that the kernel has not ended in this time after SIGKILL counts as ended: it will not run again.
 _KILL_TAKES_S = 5.0
 # So many generations in a row that are lost before all members have the state end the job.
@@ -76,7 +73,6 @@ class Job:
         self.wake_at = math.inf  # when `tick` must be called even if nothing happens
         self.hosts_fault = ""  # of the discovery of hosts, set by the driver
         self._ended_workers: list[Worker] = []  # in the order of their ends
-        self._succeeded = False  # a worker has ended with 0
         self._short_since = now  # time from which there are too few workers
         self._fail_at = math.inf  # end of a job without replacements, after its first failure
         self._reported: set[tuple[str, float]] = set()  # long waits: which, and since when
@@ -106,18 +102,25 @@ class Job:
     def running(self) -> list[Worker]:
         return [worker for worker in self.workers.values() if worker.code is None]
 
+    @property
+    def status(self) -> str:
+        """The status line of an elastic job."""
+        generation, workers = self.generation, f"{len(self.running)} workers"
+        left = f"generation {generation.number}, {len(generation.left)} of {workers}"
+        return left if generation.begun else f"{workers} start"
+
     def ranks_of(self, number: int) -> Ranks:
         """The ranks of a worker that starts in its first world, as far as known now."""
         if self._settings.replaces:
-            worker = self.workers[number]
-            coming = [each for each in self._outside() if each is worker or each.taking_part]
+            worker, outside = self.workers[number], self._outside()
+            coming = [each for each in self.workers.values() if each is worker or each in outside]
             if not self.generation.begun:
                 coming.sort(key=lambda each: self.slots.order(each.slot))
             ranked = rank_order([*(each for each in self.generation.left if each.slot in self.slots), *coming])
         else:
             ranked = [Worker(rank, slot, 0.0, NO_CHANGE) for rank, slot in enumerate(self.slots)]
             worker = ranked[number]
-        rank, hosts, places = ranked.index(worker), machines(ranked), local_ranks(ranked, self.slots)
+        rank, hosts, places = ranked.index(worker), machines(ranked), self._local_ranks(ranked)
         column = [other for other, place in enumerate(places) if place == places[rank]]
         return Ranks(rank, len(hosts), places[rank], hosts.count(hosts[rank]), column.index(rank), len(column))
 
@@ -151,10 +154,9 @@ class Job:
         """All workers of a host are gone, for the reason `text`."""
         workers = [worker for worker in self.running if worker.slot.host == host]
         if not self._over:
-            if any(worker.has_lived_long(now) for worker in workers):
-                self.slots.forgive(host)
             had_begun = any(worker.pid for worker in workers) and host not in self._leaving
-            seconds = self.slots.crashed(host, now, had_begun=had_begun)
+            lived_long = any(worker.has_lived_long(now) for worker in workers)
+            seconds = self.slots.crashed(host, now, had_begun=had_begun, lived_long=lived_long)
             text = self._leaving.pop(host, text)
             cooldown = f" It gets no worker for {seconds:.0f} s." if seconds else ""
             news = f"host {host} is lost: {text}.{cooldown}"
@@ -162,9 +164,9 @@ class Job:
         self._ended(workers, -signal.SIGKILL, now, text)
         self.hosts(self._known, now)
 
-    def give_up(self, text: str, code: int = EXIT_FAILED) -> None:
+    def give_up(self, text: str, code: int = EXIT_FAILED, details: Sequence[str] = ()) -> None:
         if not self._over:
-            self._end(End(code, text))
+            self._end(End(code, text, tuple(details)))
 
     def started(self, number: int, pid: int, now: float) -> None:
         self.workers[number].pid = pid
@@ -172,9 +174,8 @@ class Job:
         self.tick(now)
 
     def exited(self, number: int, code: int, now: float) -> None:
-        worker = self.workers[number]
-        if worker.code is None:
-            self._ended([worker], code, now)
+        if self.workers[number].code is None:
+            self._ended([self.workers[number]], code, now)
         self.tick(now)
 
     def heard(self, number: int, message: Mapping[str, Any], now: float) -> None:
@@ -183,7 +184,7 @@ class Job:
         if not worker.alive or self._over:
             return
         kind = message["t"]
-        if kind != "enter" and worker.endpoint is None:
+        if kind != "enter" and worker.entry is None:
             raise ValueError(f"worker {number} says '{kind}' before it has called init()")
         if message.get("generation", -1) > worker.generation:
             raise ValueError(f"worker {number} tells of a generation that it was not given")
@@ -196,9 +197,7 @@ class Job:
         elif kind == "synced":
             worker.synced, worker.finished = True, False  # finished: of an earlier run()
             self.generation.synced.add(worker.id)
-        elif kind != "finished":
-            raise ValueError(f"worker {number} says '{kind}'")
-        elif not worker.finished:
+        elif not worker.finished:  # it says 'finished'
             worker.finished = True
             self._note("worker_finished", worker=worker.id)
         self.tick(now)
@@ -210,26 +209,25 @@ class Job:
         are_ranks = {worker.id} <= set(ranks) <= set(range(self._settings.max_np)) and len(set(ranks)) == len(ranks)
         if not replaces and not are_ranks:
             raise ValueError(f"worker {worker.id} is to meet {rank_list(ranks)}")
-        name, identity = message["host"]
-        worker.endpoint = Endpoint(name, identity, message["pid"], tuple(message["addresses"]))
+        worker.entry = message
         self._note("worker_entered", worker=worker.id)
         if not replaces:
             self._meeting[worker.id] = ranks, now + self._settings.start_timeout_s
         elif worker.leaving:
-            self._tell(worker.id, "leave", text=_NOT_NEEDED)
+            self._tell(worker.id, "leave")
         elif not self.generation.begun:
             # Nobody waits while it prepares: it waits for the first world at once.
             worker.ready = True
             self._expect(now, "start")
         elif worker not in self.generation.members:
-            others = [newcomer for newcomer in self._newcomers() if newcomer is not worker]
+            others = [newcomer for newcomer in self._outside() if newcomer.ready and newcomer is not worker]
             ranked = rank_order([*self.generation.left, *others, worker])
             self._tell(worker.id, "place", rank=ranked.index(worker), **self._world(ranked))
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:
             return  # sent before the world that it has been given since arrived
-        cause, text, members = message["cause"], message["text"], self.generation.members
+        cause, generation, members = message["cause"], self.generation, self.generation.members
         if worker in members and not set(message["unreached"]) <= set(range(len(members))):
             raise ValueError(f"worker {worker.id} has not reached {rank_list(message['unreached'])}")
         worker.ready, worker.finished = True, False
@@ -239,10 +237,10 @@ class Job:
             return
         pairs = {frozenset((worker.slot.host, members[rank].slot.host)) for rank in message["unreached"]}
         # A meeting counts once for two hosts.
-        self._apart.update(pair for pair in pairs - self.generation.apart if len(pair) == 2)
-        self.generation.apart |= pairs
-        if self.generation.phase == "meeting" or cause in _LOST:
-            self._lose(cause, text, now)
+        self._apart.update(pair for pair in pairs - generation.apart if len(pair) == 2)
+        generation.apart |= pairs
+        if generation.phase == "meeting" or cause in _LOST:
+            self._lose(cause, message["text"], now)
         if cause == "updated":
             self._failing.clear()  # all workers come to a commit
         self._expect(now, cause)
@@ -252,36 +250,32 @@ class Job:
         if number != generation.number or generation.phase != "meeting":
             return
         generation.joined.add(worker.id)
-        if all(member.id in generation.joined for member in generation.members):
-            generation.phase, generation.joined_at = "training", now
-            generation.kill_at = generation.waits_since = math.inf
-            self._first_joined_at = now if self._first_joined_at is None else self._first_joined_at
-            for member in generation.members:
-                member.joined_at = now if member.joined_at is None else member.joined_at
-            hosts = {member.slot.host for member in generation.members}
-            self._apart = Counter({pair: count for pair, count in self._apart.items() if not pair <= hosts})
-            self._note("generation_joined", generation=number)
+        if not generation.joined.issuperset(member.id for member in generation.members):
+            return
+        generation.phase, generation.joined_at = "training", now
+        generation.kill_at = generation.waits_since = math.inf
+        self._first_joined_at = now if self._first_joined_at is None else self._first_joined_at
+        for member in generation.members:
+            member.joined_at = now if member.joined_at is None else member.joined_at
+        hosts = {member.slot.host for member in generation.members}
+        self._apart = Counter({pair: count for pair, count in self._apart.items() if not pair <= hosts})
+        self._note("generation_joined", generation=number)
 
     # -- Ends of workers ------------------------------------------------------------------------------------------
 
-    def _ended(self, workers: Sequence[Worker], code: int, now: float, lost: str = "") -> None:
-        missed = [worker for worker in workers if worker in self.generation.members and not worker.killed]
+    def _ended(self, workers: Collection[Worker], code: int, now: float, lost: str = "") -> None:
         for worker in workers:
             worker.code, worker.lines, worker.lost = code, tuple(self._last_lines(worker.id)), lost
             self._ended_workers.append(worker)
             news = f"{worker} {worker.ending}." if code and not worker.leaving and not lost else ""
             self._note("worker_exited", news, worker=worker.id, code=code, lines=list(worker.lines))
-            if worker.leaving:
-                continue
-            if code == 0:
-                self._succeeded = True
-            elif not lost:
+        for worker in workers:
+            if code != 0 and not worker.leaving and not lost:
                 self._on_crash(worker, now)
-        for worker in missed:
             # A finished worker had met the others, even if not all of them have said so yet. If it takes something
             # with it that they need, they say so.
-            is_meeting = self.generation.phase == "meeting"
-            if not worker.finished and (is_meeting or code != 0):
+            is_missed = worker in self.generation.members and not worker.killed and not worker.finished
+            if is_missed and (code != 0 or self.generation.phase == "meeting"):
                 self._lose("lost", f"{worker} {worker.ending}", now)
 
     def _on_crash(self, worker: Worker, now: float) -> None:
@@ -290,14 +284,17 @@ class Job:
                 self._failing.clear()
             elif worker.joined_at != self._first_joined_at:
                 self._failing.add(worker.generation)
-        if worker.has_lived_long(now):
-            self.slots.forgive(worker.slot)
-        seconds = self.slots.crashed(worker.slot, now)
+        seconds = self.slots.crashed(worker.slot, now, lived_long=worker.has_lived_long(now))
         if seconds > 0:
             news = f"slot {worker.slot} gets no worker for {seconds:.0f} s: they crash there."
             self._note("slot_blacklisted", news, slot=str(worker.slot), seconds=round(seconds, 3))
 
     # -- Questions that decisions ask -----------------------------------------------------------------------------
+
+    @property
+    def _succeeded(self) -> bool:
+        """Whether a worker has ended with 0 by itself."""
+        return any(worker.code == 0 and not worker.leaving for worker in self._ended_workers)
 
     @property
     def _finishing(self) -> bool:
@@ -308,23 +305,35 @@ class Job:
     def _least(self) -> int:
         return 1 if self._finishing else self._settings.min_np
 
-    def _world(self, ranked: Sequence[Worker]) -> dict[str, Any]:
-        """The fields of a message about a world."""
-        endpoints = [worker.endpoint or Endpoint("", "") for worker in ranked]
-        return {
-            "size": len(ranked),
-            "hosts": [endpoint[:2] for endpoint in endpoints],
-            "pids": [endpoint.pid for endpoint in endpoints],
-            "addresses": [endpoint.addresses for endpoint in endpoints],
-            "places": local_ranks(ranked, self.slots),
-        }
-
-    def _newcomers(self) -> list[Worker]:
-        """The workers that are ready for their first world, oldest first."""
-        return [worker for worker in self._outside() if worker.taking_part and worker.ready]
+    def _with_state(self) -> list[Worker]:
+        """The workers that have reported the state of the training, also those that have ended."""
+        return [worker for worker in self.workers.values() if worker.synced]
 
     def _outside(self) -> list[Worker]:
-        return [worker for worker in self.workers.values() if worker not in self.generation.members]
+        """The workers that may be in the next world, and are not in this one, oldest first."""
+        others = (worker for worker in self.workers.values() if worker not in self.generation.members)
+        return [worker for worker in others if worker.taking_part]
+
+    def _last_of_slots(self) -> list[Worker]:
+        """The last worker of each slot: before the first generation, a replaced worker does not count."""
+        return list({worker.slot: worker for worker in self.workers.values()}.values())
+
+    def _world(self, ranked: Sequence[Worker]) -> dict[str, Any]:
+        """The fields of a message about a world."""
+        entries = [worker.entry for worker in ranked if worker.entry]
+        fields = {"hosts": "host", "pids": "pid", "addresses": "addresses"}
+        world = {name: [entry[field] for entry in entries] for name, field in fields.items()}
+        return {"size": len(ranked), **world, "places": self._local_ranks(ranked)}
+
+    def _local_ranks(self, ranked: Sequence[Worker]) -> list[int]:
+        """The local ranks of workers: on each host in the order of slots."""
+        # A worker in the slot of a lost one gets its local rank, and so its GPU.
+        counts: Counter[str] = Counter()
+        found: dict[int, int] = {}
+        for worker, host in sorted(zip(ranked, machines(ranked)), key=lambda each: self.slots.order(each[0].slot)):
+            found[worker.id] = counts[host]
+            counts[host] += 1
+        return [found[worker.id] for worker in ranked]
 
     def _culprit(self, among: Iterable[Worker]) -> Worker | None:
         """The worker that failed first, without those that failed because another did."""
@@ -347,20 +356,25 @@ class Job:
         self._reported.add((what, since))
         return True
 
+    def _has_worked(self, now: float) -> bool:
+        """Whether all members of this generation have the state, or have trained for some time."""
+        has_state = self.generation.synced.issuperset(worker.id for worker in self.generation.members)
+        return has_state or now - self.generation.joined_at >= _SOON_S
+
     def _expect(self, now: float, cause: str) -> None:
         """Give the workers that are not ready a deadline: one waits, for this cause."""
         generation = self.generation
         generation.kill_at = min(generation.kill_at, now + _OTHERS_S.get(cause, self._settings.timeout_s))
         generation.waits_since = min(generation.waits_since, now)
 
-    # -- Decisions ------------------------------------------------------------------------------------------------
+    # -- Decisions about workers ----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
         self.wake_at, count = math.inf, -1
         while not self._over and count < len(self._actions):  # decisions may call for further ones
             self.wake_at, count = math.inf, len(self._actions)
             self._kill_late(now)
-            self._ended(self._act_on_time(now), -signal.SIGKILL, now)
+            self._hasten(now)
             self._start(now)
             if self._is_over(now):
                 return
@@ -375,9 +389,12 @@ class Job:
                 self._form(now)
 
     def _kill_late(self, now: float) -> None:
-        generation, late = self.generation, self.generation.late()
-        if not generation.begun:
-            late = [worker for worker in self.workers.values() if worker.taking_part and not worker.ready]
+        """Kill the workers that the others wait for once their deadline is over."""
+        generation = self.generation
+        if generation.phase == "meeting":
+            late = [worker for worker in generation.left if worker.id not in generation.joined]
+        else:
+            late = [worker for worker in (generation.left if generation.begun else self._outside()) if not worker.ready]
         if late and self._takes_long("late", generation.waits_since, now):
             seconds = generation.kill_at - now
             names = f"worker {', '.join(f'{worker.id} ({worker.slot})' for worker in late)}"
@@ -414,35 +431,36 @@ class Job:
         """End the job when no worker is left that could go on."""
         running, generation = self.running, self.generation
         among = generation.members if generation.begun else self._last_of_slots()
-        culprit = self._culprit(among)
+        having = self._with_state()
+        # Until a worker has reported the state, each member may have it.
+        state_is_lost = all(worker.code is not None or worker.leaving for worker in having or generation.members)
         if not self._settings.replaces:
             if any(worker.code for worker in among):  # the others may still report the failure
                 self._fail_at = min(self._fail_at, now + self._settings.survivor_time_s)
             are_all_done = len(self.workers) == self._settings.max_np and not running
             if are_all_done or self._due(self._fail_at, now):
-                self._end(self._because_of(culprit))
+                self._end(self._because_of(among))
         elif self._succeeded and not running:
             # A host that was lost before its workers had called init() takes nothing from the success.
-            culprit = self._culprit(worker for worker in among if worker.endpoint is not None or not worker.lost)
-            self._end(self._because_of(culprit))
-        elif generation.begun and self._state_is_lost:
+            self._end(self._because_of(worker for worker in among if worker.entry is not None or not worker.lost))
+        elif generation.begun and state_is_lost:
             if not self._succeeded:
-                has_begun = any(worker.synced for worker in self.workers.values())
-                what = " that has the state of the training." if has_begun else "."
+                what = " that has the state of the training." if having else "."
                 text = f"no worker of generation {generation.number} is left{what}"
-                self._end(self._because_of(culprit, text, "First"))
+                self._end(self._because_of(among, text, "First"))
         elif not generation.begun and self.workers and not running:
             # Workers that were lost with their hosts are tried again.
-            culprit = self._culprit(worker for worker in self.workers.values() if not worker.lost)
-            if culprit is not None:
-                self._end(self._because_of(culprit))
+            end = self._because_of(worker for worker in self.workers.values() if not worker.lost)
+            if end.code:
+                self._end(end)
         elif len(self._failing) >= _MAX_FAILING and not self._finishing:
             text = "workers keep failing, and so do their replacements soon after they start."
-            self._end(self._because_of(culprit, text, "Most recently"))
+            self._end(self._because_of(among, text, "Most recently"))
         return self._over
 
-    def _because_of(self, culprit: Worker | None, text: str = "", which: str = "") -> End:
-        """The end of the job by a worker; with a `text`, `which` says how the worker is related to it."""
+    def _because_of(self, among: Iterable[Worker], text: str = "", which: str = "") -> End:
+        """The end of the job by one of these workers; with a `text`, `which` says how the worker is related to it."""
+        culprit = self._culprit(among)
         if culprit is None:
             return End(EXIT_FAILED if text else 0, text)
         before = f"{text} {which}, " if text else ""
@@ -453,56 +471,46 @@ class Job:
         # As a shell gives it: 128 + n when signal n killed a process.
         return End(code if code > 0 else 128 - code, f"{before}{name} {culprit.ending}.", lines=tuple(culprit.lines))
 
-    @property
-    def _state_is_lost(self) -> bool:
-        """Whether training could only begin anew. Until a worker has reported the state, each member may have it."""
-        having = [worker for worker in self.workers.values() if worker.synced] or self.generation.members
-        return all(worker.code is not None or worker.leaving for worker in having)
-
-    def _last_of_slots(self) -> list[Worker]:
-        """The last worker of each slot: before the first generation, a replaced worker does not count."""
-        return list({worker.slot: worker for worker in self.workers.values()}.values())
-
     def _meet_ranks(self, now: float) -> None:
         """In a job without replacements: send workers on several hosts their world once all its ranks are in init()."""
+        there = {worker.id: worker for worker in self.workers.values() if worker.entry is not None}
         for number, (ranks, until) in list(self._meeting.items()):
-            chosen = [self.workers.get(rank) for rank in ranks]
-            there = [worker for worker in chosen if worker is not None and worker.endpoint is not None]
-            if len(there) < len(ranks) and not self._due(until, now):
+            absent = [rank for rank in ranks if rank not in there]
+            if absent and not self._due(until, now):
                 continue
             del self._meeting[number]
-            if len(there) == len(ranks):
-                world = {**self._world(there), "generation": 0, "job": self._settings.job}
-                self._tell(number, "world", rank=ranks.index(number), **world)
-            else:
-                absent = sorted(set(ranks) - {worker.id for worker in there}, key=ranks.index)
+            if absent:
                 hosts = ", ".join(dict.fromkeys(list(self.slots)[rank].host for rank in absent))
-                names, limit = rank_list(absent), f"{self._settings.start_timeout_s:g} s."
+                limit = f"{self._settings.start_timeout_s:g} s"
+                text = f"{rank_list(absent)} on {hosts} did not call init() within {limit}."
                 fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
-                self._tell(number, "fail", text=f"{names} on {hosts} did not call init() within {limit}", fix=fix)
+                self._tell(number, "fail", text=text, fix=fix)
+            else:
+                world = self._world([there[rank] for rank in ranks])
+                self._tell(number, "world", rank=ranks.index(number), **world, generation=0, job=self._settings.job)
 
     # -- Decisions about generations ------------------------------------------------------------------------------
 
     def _see_off(self, now: float) -> None:
         """Have workers leave that are in no world and will not be."""
-        for worker in self.running:
-            useless = worker.slot not in self.slots or (self._finishing and self.generation.begun)
-            if not (useless and worker.taking_part and worker not in self.generation.members):
+        for worker in self._outside():
+            if worker.slot in self.slots and not (self._finishing and self.generation.begun):
                 continue
             if self._finishing and not worker.pid:  # its daemon has not come, and may never
                 self._ended([worker], -signal.SIGKILL, now, "it had not been started")
             else:
-                self._dismiss(worker, now)
+                self._dismiss([worker], now)
 
     def _newcomers_may_join(self, now: float) -> bool:
         """Whether to announce newcomers to the members: once all that started are ready, or after a brief wait."""
-        ready = self._newcomers()
+        outside = self._outside()
+        ready = [worker for worker in outside if worker.ready]
         if not ready or self._finishing:
             return False
         first = min(ready, key=lambda worker: worker.ready_at)
         took = first.ready_at - first.started_at
         join_at = first.ready_at + min(max(took, _TOGETHER_S), self._settings.start_timeout_s)
-        return all(worker.ready for worker in self._outside() if worker.taking_part) or self._due(join_at, now)
+        return len(ready) == len(outside) or self._due(join_at, now)
 
     def _tell_changes(self, now: float) -> None:
         """Tell the members when the next world would be another one, so that they come to their next commit."""
@@ -511,9 +519,9 @@ class Job:
             return  # they are coming
         result = generation.announced
         if any(worker.slot not in self.slots for worker in generation.left):
-            result |= REMOVED
+            result |= _REMOVED
         if self._newcomers_may_join(now):
-            result |= ADDED
+            result |= _ADDED
         if result == generation.announced:
             return
         generation.announced = result
@@ -524,47 +532,41 @@ class Job:
 
     def _leave_out(self, now: float) -> None:
         """Go on without hosts that others have not reached in several meetings."""
-        left = self.generation.left
-        while all(worker.ready for worker in left):
+        while True:
+            left = self.generation.left
             hosts, having = {worker.slot.host for worker in left}, Counter(w.slot.host for w in left if w.synced)
             pairs = [pair for pair, count in self._apart.items() if count >= _MOST_APART and pair <= hosts]
             unreached = Counter(host for pair in pairs for host in pair if set(having) != {host})
-            if not unreached:
+            if not unreached or not all(worker.ready for worker in left):
                 return
             order = {host: self.slots.order(Slot(host, 0)) for host in hosts}
             out = max(unreached, key=lambda host: (unreached[host], -having[host], order[host]))
             others = sorted((host for pair in pairs if out in pair for host in pair - {out}), key=order.__getitem__)
             seconds = self.slots.crashed(out, now, had_begun=False)
             pair = f"it and {', '.join(others)} do not reach each other"
-            fact = f"host {out} is left out for {seconds:.0f} s: {pair}."
             fix = "see whether a firewall lets workers connect; --network-interfaces chooses what they use."
-            news = message(fact, fix=fix)
+            news = text_of(f"host {out} is left out for {seconds:.0f} s: {pair}.", fix=fix)
             self._note("host_left_out", news, host=out, unreached=others, seconds=round(seconds, 3))
-            for worker in self.running:
-                if worker.slot.host == out and not worker.leaving:
-                    self._dismiss(worker, now)
-            left = self.generation.left
+            self._dismiss((w for w in self.running if w.slot.host == out and not w.leaving), now)
 
     def _form(self, now: float) -> None:
         """Give the next generation out when all its workers are ready; wait for more if they are too few."""
-        old, self._short_since, short_since = self.generation.left, math.inf, self._short_since
-        if self.generation.begun and not old:
+        begun, old, outside = self.generation.begun, self.generation.left, self._outside()
+        short_since, self._short_since = self._short_since, math.inf
+        if begun and not old:
             return  # all have finished
-        awaited = old if self.generation.begun else [worker for worker in self.workers.values() if worker.taking_part]
+        awaited, finishing = old if begun else outside, self._finishing
         complete = all(worker.ready for worker in awaited)
-        if not complete and (self.generation.begun or sum(worker.pid > 0 for worker in awaited) >= self._least):
+        if not complete and (begun or sum(worker.pid > 0 for worker in awaited) >= self._least):
             return
-        training_has_begun = any(worker.synced for worker in self.workers.values())
-        if complete and training_has_begun and not any(worker.synced for worker in old):
+        if complete and self._with_state() and not any(worker.synced for worker in old):
             # They could only begin anew. The workers with the state are done, or were killed and have not ended yet.
-            for worker in old if self._succeeded else ():
-                self._dismiss(worker, now)
+            self._dismiss(old if self._succeeded else (), now)
             return
-        newcomers = self._newcomers() if not (self._finishing and self.generation.begun) else []
-        stay = [worker for worker in old if worker.slot in self.slots or self._finishing]
+        newcomers = [worker for worker in outside if worker.ready and not (finishing and begun)]
+        stay = [worker for worker in old if worker.slot in self.slots or finishing]
         if old and not (stay or newcomers) and all(worker.slot.host in self._leaving for worker in old):
-            for worker in old:
-                self._dismiss(worker, now)
+            self._dismiss(old, now)
             return
         having = [worker for worker in old if worker.synced] or old
         if (stay or newcomers) and not any(worker in stay for worker in having):
@@ -587,20 +589,18 @@ class Job:
             seconds = since + limit - now
             news = f"{what}, {needed} are needed: waiting for more, for {seconds:.0f} s."
             self._note("too_few", news, text=what, needed=needed, seconds=round(seconds, 3))
-        if not self._due(since + limit, now):
-            return
-        alive = [worker for worker in self.workers.values() if worker.alive and not worker.endpoint]
-        details = [f"{worker} has not called init()" for worker in alive]
-        details += [f"{worker} {worker.ending}" for worker in self._last_of_slots() if worker.code]
-        details += self.hosts_fault.splitlines()
-        text = f"{what}, {needed} are needed, and no more came within {limit:g} s."
-        self._end(End(EXIT_FAILED, text, tuple(details)))
+        if self._due(since + limit, now):
+            absent = [worker for worker in self.workers.values() if worker.alive and not worker.entry]
+            details = [f"{worker} has not called init()" for worker in absent]
+            details += [f"{worker} {worker.ending}" for worker in self._last_of_slots() if worker.code]
+            details += self.hosts_fault.splitlines()
+            self.give_up(f"{what}, {needed} are needed, and no more came within {limit:g} s.", details=details)
 
     def _give_out(self, chosen: Sequence[Worker], now: float) -> None:
-        settings, old = self._settings, self.generation
+        settings, old, left = self._settings, self.generation, self.generation.left
         if old.begun:
             come = {worker.change for worker in chosen if worker not in old.members}
-            gone = {worker.removed_by for worker in old.left if worker not in chosen}
+            gone = {worker.removed_by for worker in left if worker not in chosen}
             # A change of the hosts counts once, also where its workers come one by one.
             changes = come | gone
             is_other = not changes or NO_CHANGE in changes or not changes <= self._counted
@@ -608,20 +608,20 @@ class Job:
             self._counted |= changes
         if settings.reset_limit is not None and self._resets > settings.reset_limit:
             text = "Horovod was shutdown because number of resets during elastic job exceeded limit:"  # Horovod's words
-            self._end(End(EXIT_FAILED, f"{text} {settings.reset_limit}"))
+            self.give_up(f"{text} {settings.reset_limit}")
             return
         if self._has_worked(now):
             self._failed_worlds = 0
         if self._failed_worlds >= _MAX_FAILED_WORLDS:
             text = f"{self._failed_worlds} worlds in a row were lost before they had begun, the last one with:"
-            self._end(End(EXIT_FAILED, f"{text} {self._failure or '?'}"))
+            self.give_up(f"{text} {self._failure or '?'}")
             return
         if old.begun:
             # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
             ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
         else:
             ranked = rank_order(sorted(chosen, key=lambda worker: self.slots.order(worker.slot)))
-        left, number = old.left, old.number + 1
+        number = old.number + 1
         self.generation = Generation(number, ranked, now + settings.start_timeout_s + _MEETING_EXTRA_S)
         world = {"generation": number, **self._world(ranked), "job": settings.job}
         for rank, worker in enumerate(ranked):
@@ -630,14 +630,7 @@ class Job:
         members = [worker.id for worker in ranked]
         text = f"generation {number}: {len(members)} workers ({', '.join(map(str, members))})."
         self._note("generation_ready", text if number > 0 else "", generation=number, workers=members)
-        for worker in left:
-            if worker not in ranked:
-                self._dismiss(worker, now)
-
-    def _has_worked(self, now: float) -> bool:
-        """Whether all members of this generation have the state, or have trained for some time."""
-        has_state = self.generation.synced.issuperset(worker.id for worker in self.generation.members)
-        return has_state or now - self.generation.joined_at >= _SOON_S
+        self._dismiss((worker for worker in left if worker not in ranked), now)
 
     def _lose(self, cause: str, text: str, now: float) -> None:
         """Declare the present generation lost to its members, which have to be ready for the next one."""
@@ -665,38 +658,37 @@ class Job:
             self._actions.remove(start)
             del self.workers[start.worker]
         for worker in self.workers.values():
-            if end.reason and worker.alive and worker.endpoint is not None and not worker.leaving:
+            if end.reason and worker.alive and worker.entry is not None and not worker.leaving:
                 self._tell(worker.id, "fail", text=end.reason, fix="see the message of kvhvdrun.")
         waits = end.reason and self._settings.replaces  # else the others have had their time
         self._actions.append(end._replace(grace_s=self._settings.survivor_time_s if waits else 0.0))
 
-    def _dismiss(self, worker: Worker, now: float) -> None:
-        worker.leaving, worker.act_at = True, now
-        if worker.endpoint is not None:  # else no connection leads to it yet
-            trained = worker.joined_at is not None
-            worker.act_at += self._settings.exit_timeout_s if trained else self._settings.survivor_time_s
-            self._tell(worker.id, "leave", text=_NOT_NEEDED)
+    def _dismiss(self, workers: Iterable[Worker], now: float) -> None:
+        for worker in workers:
+            worker.leaving, worker.act_at = True, now
+            if worker.entry is not None:  # else no connection leads to it yet
+                trained = worker.joined_at is not None
+                worker.act_at += self._settings.exit_timeout_s if trained else self._settings.survivor_time_s
+                self._tell(worker.id, "leave")
+
+    def _hasten(self, now: float) -> None:
+        """Take the next step with workers that do not leave: SIGTERM, SIGKILL, and to count them as ended."""
+        for worker in self.running:
+            if not self._due(worker.act_at, now):
+                continue
+            if worker.killed:
+                self._ended([worker], -signal.SIGKILL, now)
+            elif worker.told_to_end:
+                self._kill(worker, "it did not leave", now)
+            else:
+                worker.told_to_end, worker.act_at = True, now + self._settings.kill_grace_s
+                self._actions.append(Kill(worker.id, signal.SIGTERM))
 
     def _kill(self, worker: Worker, why: str, now: float) -> None:
         """Kill a worker; it counts as crashed, unless it was to leave."""
         worker.killed, worker.act_at = why, now + _KILL_TAKES_S
         self._note("worker_killed", f"{worker} is killed: {why}.", worker=worker.id, why=why)
-        self._actions.append(Kill(worker.id, signal.SIGKILL, worker.leaving))
-
-    def _act_on_time(self, now: float) -> list[Worker]:
-        """Take the next step with workers that are late to leave; returns the workers that count as ended now."""
-        gone = []
-        for worker in self.running:
-            if not self._due(worker.act_at, now):
-                continue
-            if worker.killed:
-                gone.append(worker)
-            elif worker.told_to_end:
-                self._kill(worker, "it did not leave", now)
-            else:
-                worker.told_to_end, worker.act_at = True, now + self._settings.kill_grace_s
-                self._actions.append(Kill(worker.id, signal.SIGTERM, True))
-        return gone
+        self._actions.append(Kill(worker.id, signal.SIGKILL))
 
     def _note(self, event: str, news: str = "", **fields: Any) -> None:
         self._actions.append(Note(event, fields, news))

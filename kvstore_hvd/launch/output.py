@@ -38,6 +38,7 @@ _TAIL_BYTES = 8192
 # Python's words for an exception that it ignores, before a traceback as for any other.
 _IGNORED = b"Exception ignored in"
 _TRACE = b"Traceback (most recent call last):"
+_Take = Callable[[bytes], None]
 _ERASE, _DIM, _PLAIN = b"\r\x1b[K", b"\x1b[2m", b"\x1b[0m"
 
 
@@ -101,12 +102,7 @@ class LineStream:
     """One stream of a worker, cut into lines; each is passed to all of `on_line`, too."""
 
     def __init__(
-        self,
-        sink: Sink,
-        prefix: bytes = b"",
-        *on_line: Callable[[bytes], None],
-        timestamps: bool = False,
-        shown: bool = True,
+        self, sink: Sink, prefix: bytes = b"", *on_line: _Take, timestamps: bool = False, shown: bool = True
     ) -> None:
         self._sink, self._prefix, self._on_line = sink, prefix, on_line
         self._timestamps, self._shown = timestamps, shown
@@ -209,19 +205,17 @@ class Output:
             for fd, name in ((1, "stdout"), (2, "stderr")):
                 file = _opened("--output-filename", os.path.join(path, name), "folder")
                 self._files[rank, fd] = Sink(file, f"{name} of rank {rank}")
+        log = [self._log] if self._log is not None else []
+        self._sinks = list(dict.fromkeys([*self._ours.values(), *self._files.values(), *log]))
 
     def add(self, worker: int, prefix: bytes) -> None:
         self._tails[worker] = Tail()
+        shown = self._shown_ranks is None or worker in self._shown_ranks
         for fd in (1, 2):
-            kept = [self._files[worker, fd].put] if self._files else []
-            self._streams[worker, fd] = LineStream(
-                self._ours[fd],
-                prefix,
-                *([self._tails[worker].add] if fd == 2 else []),
-                *kept,
-                timestamps=self._timestamps,
-                shown=self._shown_ranks is None or worker in self._shown_ranks,
-            )
+            kept: list[_Take] = [self._tails[worker].add] if fd == 2 else []
+            kept += [self._files[worker, fd].put] if self._files else []
+            stream = LineStream(self._ours[fd], prefix, *kept, timestamps=self._timestamps, shown=shown)
+            self._streams[worker, fd] = stream
 
     def last_lines(self, worker: int) -> list[str]:
         return self._tails[worker].lines() if worker in self._tails else []
@@ -261,7 +255,7 @@ class Output:
         # While workers are not read, the end of a line may be unread: the line is no prompt.
         streams = [] if self.held_up else self._streams.values()
         wait_s = min((stream.show_prompt(now) for stream in streams), default=float("inf"))
-        for sink in self._all():
+        for sink in self._sinks:
             sink.flush()
             if sink.poll_fd >= 0 and sink.pending:
                 self._poller.watch(sink.poll_fd, sink.flush, select.EPOLLOUT)
@@ -272,11 +266,11 @@ class Output:
     @property
     def held_up(self) -> bool:
         """Whether workers must not be read: too much waits to be written."""
-        return any(len(sink.pending) > _MOST_PENDING for sink in self._all() if sink is not self._log)
+        return any(len(sink.pending) > _MOST_PENDING for sink in self._sinks if sink is not self._log)
 
     @property
     def pending(self) -> bool:
-        return any(sink.pending for sink in self._all())
+        return any(sink.pending for sink in self._sinks)
 
     def finish_log(self) -> None:
         if self._log is not None and self._log.pending:
@@ -290,7 +284,7 @@ class Output:
 
     def drop(self) -> None:
         """Drop the output that waits to be written, and all that would follow."""
-        for sink in self._all():
+        for sink in self._sinks:
             if sink is not self._log:
                 sink.drop()
 
@@ -298,7 +292,7 @@ class Output:
         """The files that cannot be written any more: whether our reader has gone, and a text; each only once."""
         lost = [(False, text) for text in self._news]
         self._news.clear()
-        for sink in self._all():
+        for sink in self._sinks:
             if sink.lost is not None:
                 ours = sink in self._ours.values()
                 what = "What the workers write there from here on is lost" if ours else "What follows is lost there"
@@ -307,10 +301,6 @@ class Output:
                 lost.append((ours and sink.lost.errno == errno.EPIPE, text))
                 sink.lost = None
         return lost
-
-    def _all(self) -> list[Sink]:
-        sinks = [self._ours[1], *self._files.values(), *([self._log] if self._log is not None else [])]
-        return sinks if self._ours[2] is self._ours[1] else [*sinks, self._ours[2]]
 
 
 class Tail:

@@ -27,8 +27,6 @@ LEFT_GRACE_S = 1.0
 _KILLED_S = 2.0
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.1
 _GROUP_LOOK_S = 0.05
-# A launcher without /proc has no more.
-_MOST_DESCRIPTORS = 1 << 12
 # A guard looks this often besides being woken. After so many looks a daemon whose launcher has gone counts as stuck:
 # without a fault it ends within six seconds.
 _GUARD_LOOK_S, _MOST_LOOKS = 2.0, 4
@@ -164,15 +162,11 @@ def _detach(name: bytes, keep: Collection[int]) -> None:
     with contextlib.suppress(OSError):  # a remote shell has made it the leader of a session
         os.setsid()
     _libc.prctl(_PR_SET_NAME, name, 0, 0, 0)  # its first 15 bytes
-    try:
-        fields, descriptors = _stat(os.getpid()), [int(entry) for entry in os.listdir("/proc/self/fd")]
-    except OSError:  # there is no /proc
-        fields, descriptors = [b"0"] * 50, list(range(_MOST_DESCRIPTORS))
-    for fd in descriptors:
+    start, end = map(int, _stat(os.getpid())[45:47])  # fields 48 and 49 of proc(5): arg_start, arg_end
+    for fd in map(int, os.listdir("/proc/self/fd")):
         if fd not in keep:
             with contextlib.suppress(OSError):  # that of the listing itself
                 os.close(fd)
-    start, end = int(fields[45]), int(fields[46])  # fields 48 and 49 of proc(5): arg_start, arg_end
     if 0 < start < end:  # the command line that `ps` shows
         ctypes.memset(start, 0, end - start)
         ctypes.memmove(start, name, min(len(name), end - start - 1))
@@ -312,10 +306,9 @@ class Reaper:
 
 def _look(kind: int, pid: int) -> tuple[int, int] | None:
     """A child that has ended, and its exit code or -signal; it is not reaped."""
-    try:
+    info = None
+    with contextlib.suppress(ChildProcessError):
         info = os.waitid(kind, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None
     if info is None:
         return None
     return info.si_pid, info.si_status if info.si_code == os.CLD_EXITED else -info.si_status

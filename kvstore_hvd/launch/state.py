@@ -1,23 +1,20 @@
-"""The data of a job: settings, slots, workers, generations, and the actions that its decisions ask for."""
+"""The data of a job: settings, workers, generations, and the actions that its decisions ask for."""
 
 from __future__ import annotations
 
 import math
 import signal
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Union
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch.hosts import MAX_WORKERS, machine_of
+from kvstore_hvd.launch.hosts import MAX_WORKERS, Slot, machine_of
 
 EXIT_FAILED, EXIT_NOT_STARTED = 1, 126
 #: Stands for another reason than a change of the hosts.
 NO_CHANGE = 0
 # After this time in a world, earlier crashes in the slot of a worker count no more.
 _LONG_LIFE_S = 600.0
-# Bits of an 'updated' message, as in Horovod's HostUpdateResult.
-REMOVED, ADDED = 1, 2
 
 
 class StartError(LaunchError):
@@ -28,95 +25,68 @@ class StartError(LaunchError):
         self.code = code
 
 
-class Slot(NamedTuple):
-    """Room for one worker: the `index`-th slot of a host."""
-
-    host: str
-    index: int  # type: ignore[assignment]  # a method of tuples has this name, too
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.index}"
-
-
-class Slots:
-    """The slots of all hosts, oldest host first."""
-
-    def __init__(self, cooldown: tuple[float, float]) -> None:
-        self._cooldown = cooldown  # least and most seconds without a worker after a crash
-        self._hosts: dict[str, int] = {}
-        # By slot or host; kept when a host goes, as it may come back.
-        self._crashes: Counter[Slot | str] = Counter()
-        self._usable_from: dict[Slot | str, float] = {}
-
-    def __contains__(self, slot: Slot) -> bool:
-        return slot.index < self._hosts.get(slot.host, 0)
-
-    def __iter__(self) -> Iterator[Slot]:
-        return (Slot(host, index) for host, count in self._hosts.items() for index in range(count))
-
-    def __len__(self) -> int:
-        return sum(self._hosts.values())
-
-    def update(self, hosts: Mapping[str, int]) -> list[tuple[str, str, int]]:
-        """Set the hosts and their numbers of slots; returns event, host and number of each change."""
-        changes = []
-        for host in {**self._hosts, **hosts}:
-            # Each decision goes over all slots.
-            before, now = self._hosts.get(host, 0), min(hosts.get(host, 0), MAX_WORKERS)
-            if now != before:
-                changes.append(("host_added" if now > before else "host_removed", host, now))
-            self._hosts[host] = now
-            if now == 0:
-                del self._hosts[host]
-        return changes
-
-    def crashed(self, where: Slot | str, now: float, *, had_begun: bool = True) -> float:
-        """Count a crash in a slot, or the loss of a host; returns the seconds until it gets another worker."""
-        earlier, (lower, upper) = self._crashes[where], self._cooldown
-        self._crashes[where] += 1
-        if earlier == 0 and had_begun:
-            return 0.0
-        seconds = min(upper, lower * 2.0 ** min(earlier, 60))  # 2.0 ** 1024 is no float any more
-        self._usable_from[where] = now + seconds
-        return seconds
-
-    def forgive(self, where: Slot | str) -> None:
-        del self._crashes[where]
-        self._usable_from.pop(where, None)
-
-    def order(self, slot: Slot) -> tuple[int, str, int]:
-        """A key that sorts slots; removed hosts come last."""
-        hosts = list(self._hosts)
-        return (hosts.index(slot.host) if slot.host in self._hosts else len(hosts), slot.host, slot.index)
-
-    def usable_from(self, slot: Slot) -> float:
-        return max(self._usable_from.get(where, 0.0) for where in (slot, slot.host))
-
-
 def how_it_ended(code: int) -> str:
     """How a process with this exit code (or -signal) ended, as the end of a sentence."""
-    if code >= 0:
-        return f"exited with code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
+    names = {number.value: number.name for number in signal.Signals}
+    return f"exited with code {code}" if code >= 0 else f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-class Endpoint(NamedTuple):
-    """What a worker says of itself in init(). Hosts with equal identities can share memory."""
+class Settings(NamedTuple):
+    """What the user asked for. Times in seconds."""
 
-    name: str
-    identity: str
-    pid: int = 0
-    addresses: tuple[str, ...] = ()  # on which it listens for workers of other hosts
+    job: str
+    min_np: int
+    max_np: int = MAX_WORKERS
+    first_np: int | None = None  # slots to wait for at the start; None: min_np
+    replaces: bool = True  # workers that fail; else a failure ends the job after `survivor_time_s`
+    reset_limit: int | None = None
+    elastic_timeout_s: float = 600.0
+    timeout_s: float = 600.0
+    start_timeout_s: float = 30.0
+    survivor_time_s: float = 2.0
+    exit_timeout_s: float = 30.0  # of a worker that has trained, from the request to leave to its end
+    kill_grace_s: float = 5.0
+    lease_s: float = 60.0
+    cooldown: tuple[float, float] = (10.0, 300.0)
+
+
+class Start(NamedTuple):
+    worker: int
+    slot: Slot
+
+
+class Tell(NamedTuple):
+    worker: int
+    message: dict[str, Any]
+
+
+class Kill(NamedTuple):
+    worker: int
+    number: int  # of the signal
+
+
+class Note(NamedTuple):
+    event: str  # for the event log, with its fields
+    fields: dict[str, Any]
+    news: str = ""  # for stderr; may be empty
+
+
+class End(NamedTuple):
+    code: int
+    reason: str = ""  # empty: the job has succeeded
+    details: tuple[str, ...] = ()
+    lines: tuple[str, ...] | None = None  # the last ones on stderr of the worker that is the reason
+    grace_s: float = 0.0  # in which workers may end by themselves
+
+
+Action = Union[Start, Tell, Kill, Note, End]
 
 
 class Worker:
     """One worker, from its start until after its end. Times are of the job's clock. Ids are never used twice."""
 
     pid: int = 0  # 0: not started yet
-    endpoint: Endpoint | None = None  # None: init() has not been called
+    entry: Mapping[str, Any] | None = None  # the message of its init(): host, pid, addresses
     generation: int = -1  # the last one that was given out to it
     ready: bool = False  # it waits for its next world
     ready_at: float = 0.0  # of a newcomer
@@ -160,37 +130,11 @@ class Worker:
         return f"worker {self.id} ({self.slot})"
 
 
-def machines(workers: Sequence[Worker]) -> list[str]:
-    """The host of each worker: identities once all are known, until then names."""
-    known = [worker.endpoint.identity for worker in workers if worker.endpoint]
-    return known if len(known) == len(workers) else [machine_of(worker.slot.host) for worker in workers]
-
-
-def rank_order(workers: Sequence[Worker]) -> list[Worker]:
-    """Workers, given oldest first, in the order of their ranks: host by host, the host of the oldest worker first."""
-    hosts: dict[str, list[Worker]] = {}
-    for worker, host in zip(workers, machines(workers)):
-        hosts.setdefault(host, []).append(worker)
-    return [worker for same in hosts.values() for worker in same]
-
-
-def local_ranks(ranked: Sequence[Worker], slots: Slots) -> list[int]:
-    """The local ranks of workers: on each host in the order of slots."""
-    # A worker in the slot of a lost one gets its local rank, and so its GPU.
-    counts: Counter[str] = Counter()
-    found: dict[int, int] = {}
-    for worker, host in sorted(zip(ranked, machines(ranked)), key=lambda each: slots.order(each[0].slot)):
-        found[worker.id] = counts[host]
-        counts[host] += 1
-    return [found[worker.id] for worker in ranked]
-
-
 class Generation:
     """The members of a world, in the order of ranks, and its progress. Number -1 is the time before the first one."""
 
     def __init__(self, number: int, members: Sequence[Worker], kill_at: float = math.inf) -> None:
-        self.number = number
-        self.members = list(members)
+        self.number, self.members = number, members
         # A generation whose meeting has failed is lost, too.
         self.phase: Literal["meeting", "training", "lost"] = "meeting" if members else "lost"
         self.announced = 0  # changes of the hosts that its members know of
@@ -210,60 +154,16 @@ class Generation:
         """The members that may be in the next world, in the order of ranks."""
         return [worker for worker in self.members if worker.taking_part]
 
-    def late(self) -> list[Worker]:
-        """The members that the others wait for."""
-        if self.phase == "meeting":
-            return [worker for worker in self.left if worker.id not in self.joined]
-        return [worker for worker in self.left if not worker.ready]
+
+def machines(workers: Sequence[Worker]) -> list[str]:
+    """The host of each worker: identities once all are known, until then names. Equal identities share memory."""
+    known = [worker.entry["host"][1] for worker in workers if worker.entry]
+    return known if len(known) == len(workers) else [machine_of(worker.slot.host) for worker in workers]
 
 
-class Settings(NamedTuple):
-    """What the user asked for. Times in seconds."""
-
-    job: str
-    min_np: int
-    max_np: int = MAX_WORKERS
-    first_np: int | None = None  # slots to wait for at the start; None: min_np
-    replaces: bool = True  # workers that fail; else a failure ends the job after `survivor_time_s`
-    reset_limit: int | None = None
-    elastic_timeout_s: float = 600.0
-    timeout_s: float = 600.0
-    start_timeout_s: float = 30.0
-    survivor_time_s: float = 2.0
-    exit_timeout_s: float = 30.0  # of a worker that has trained, from the request to leave to its end
-    kill_grace_s: float = 5.0
-    lease_s: float = 60.0
-    cooldown: tuple[float, float] = (10.0, 300.0)
-
-
-class Start(NamedTuple):
-    worker: int
-    slot: Slot
-
-
-class Tell(NamedTuple):
-    worker: int
-    message: dict[str, Any]
-
-
-class Kill(NamedTuple):
-    worker: int
-    number: int  # of the signal
-    ended: bool  # the signal is to end the worker
-
-
-class Note(NamedTuple):
-    event: str  # for the event log, with its fields
-    fields: dict[str, Any]
-    news: str  # for stderr; may be empty
-
-
-class End(NamedTuple):
-    code: int
-    reason: str = ""  # empty: the job has succeeded
-    details: tuple[str, ...] = ()
-    lines: tuple[str, ...] | None = None  # the last ones on stderr of the worker that is the reason
-    grace_s: float = 0.0  # in which workers may end by themselves
-
-
-Action = Union[Start, Tell, Kill, Note, End]
+def rank_order(workers: Sequence[Worker]) -> list[Worker]:
+    """Workers, given oldest first, in the order of their ranks: host by host, the host of the oldest worker first."""
+    hosts: dict[str, list[Worker]] = {}
+    for worker, host in zip(workers, machines(workers)):
+        hosts.setdefault(host, []).append(worker)
+    return [worker for same in hosts.values() for worker in same]

@@ -89,7 +89,7 @@ class ControlConnection:
                 fact = f"the job ends: {answer['text']}"
                 raise LaunchError(message(fact, operation="worker", name=str(self._worker), fix=answer["fix"]))
             if answer["t"] == "leave":
-                log.logger.info("this worker is not needed any more: %s", answer["text"])
+                log.logger.info("this worker is not needed any more")
                 raise SystemExit(0)
             if answer["t"] == "place" or not (text := self.why_lost(answer["generation"])):
                 return answer

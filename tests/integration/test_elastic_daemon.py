@@ -94,14 +94,15 @@ def test_what_cannot_be_started_is_reported(marker):
 
 
 def test_one_that_is_being_ended_and_does_not_is_killed_after_the_grace(marker):
-    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen_line().send({'t': 'finished'})\nforever()"
+    program = "for number in (signal.SIGTERM, signal.SIGUSR1):\n    signal.signal(number, signal.SIG_IGN)\n"
+    program += "open_line().send({'t': 'finished'})\nforever()"
     with FakeLauncher(marker, kill_grace_s=0.3) as launcher:
         launcher.start(0, program)
         launcher.told(0)
-        launcher.send("signal", worker=0, signal=signal.SIGTERM, ended=False)
+        launcher.send("signal", worker=0, signal=signal.SIGUSR1)
         launcher.settle()
         assert not any(message["t"] == "exited" for message in launcher.heard)
-        launcher.send("signal", worker=0, signal=signal.SIGTERM, ended=True)
+        launcher.send("signal", worker=0, signal=signal.SIGTERM)
         assert launcher.next("exited", 0)["code"] == -signal.SIGKILL
 
 
@@ -141,7 +142,7 @@ def test_a_signal_leaves_the_workers_their_time(marker):
         assert "on localhost" in launcher.next("ending")["text"]
         launcher.settle()
         assert not any(message["t"] == "exited" for message in launcher.heard)
-        launcher.send("to", worker=0, message={"t": "leave", "text": ""})
+        launcher.send("to", worker=0, message={"t": "leave"})
         assert launcher.next("exited", 0)["code"] == 0
         launcher.wait(lambda: launcher.ended, "the end of the daemon")
         assert launcher.daemon.wait(LIMIT_S) == 1
@@ -163,7 +164,7 @@ def test_the_end_of_daemon_or_launcher_ends_everything(marker, who):
         launcher.wait(lambda: processes(marker) == [], "the end of all processes")
         if who == "launcher":
             assert launcher.daemon.wait(LIMIT_S) == 1
-            assert b"kvhvdrun: the line to the launcher is lost: the other side closed" in launcher.last_words()
+            assert b"kvhvdrun: the connection to the launcher is lost: the other side closed" in launcher.last_words()
 
 
 @pytest.mark.timing
@@ -238,6 +239,6 @@ line.send({'t': 'finished'})
         launcher.start(0, program)
         assert launcher.told(0) == {"t": "finished"}
         assert launcher.next("exited", 0)["code"] == 0
-        launcher.send("to", worker=1, message={"t": "leave", "text": "still here"})
+        launcher.send("to", worker=1, message={"t": "void", "generation": 0, "text": "still here"})
         assert launcher.next("exited", 1)["code"] == 0
         assert b"still here" in launcher.written[1, 1]

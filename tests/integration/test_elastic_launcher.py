@@ -173,7 +173,7 @@ def test_hosts_come_and_go(start, hosts):
     assert [entry["result"] for entry in job.events("updated")] == [2, 1]
     job.until(lambda: len(job.events("worker_exited")) == 2, "the end of those that leave")
     assert {entry["worker"]: entry["code"] for entry in job.events("worker_exited")} == {0: 0, 1: 0}
-    assert "[0] leave: this worker is not needed any more" in job.out
+    assert "[0] leave: " in job.out
     job.kill(2)
     text = "Horovod was shutdown because number of resets during elastic job exceeded limit: 2"
     assert f"kvhvdrun: {text}\n" in job.end(1).err

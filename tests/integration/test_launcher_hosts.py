@@ -183,14 +183,14 @@ def test_a_shell_is_killed(start):
     job.until_printed("ready", 3)
     os.kill(shells(job)["node1"], signal.SIGKILL)
     err = job.end(137).err
-    assert "was lost with its host node1: the line to its daemon was lost: 'remote_shell.py' " in err
+    assert "was lost with its host node1: the connection to its daemon was lost: 'remote_shell.py' " in err
     assert "was killed by SIGKILL" in err
 
 
 def test_a_daemon_that_lies_ends_a_static_job(start):
     job = start(f"{SHELL} -H localhost:1,lying:1", "forever()", KVHVD_SURVIVOR_TIME="0.1")
     err = job.end(137).err
-    assert "was lost with its host lying: the line to its daemon was lost: " in err
+    assert "was lost with its host lying: the connection to its daemon was lost: " in err
     assert "it speaks for worker 0, which is none of its own" in err
 
 
@@ -213,7 +213,7 @@ def test_survivors_go_on_without_a_host_and_take_it_back(start, tmp_path):
     assert job.until_joined(count=4, after=0)[:2] == [0, 1]
     (tmp_path / "finish").touch()
     err = job.end().err
-    assert err.count("host node1 is lost: the line to its daemon was lost: ") == 1
+    assert err.count("host node1 is lost: the connection to its daemon was lost: ") == 1
 
 
 @pytest.mark.timing

@@ -65,7 +65,7 @@ class Play:
         """Workers wait for their next world: the first one of a job from init() on, others when they say so."""
         for worker in workers:
             known = self.job.workers[worker]
-            if known.endpoint is None:
+            if known.entry is None:
                 self.enter(worker)
                 if known.ready or known.generation >= 0:
                     continue
@@ -134,9 +134,8 @@ class Play:
             if isinstance(action, Tell) and action.worker == worker and kind in ("", action.message["t"])
         ]
 
-    def signals(self, worker: int) -> list[tuple[int, bool]]:
-        """Which signals a worker was sent, and whether it was then expected to end."""
-        return [(a.number, a.ended) for a in self.seen if isinstance(a, Kill) and a.worker == worker]
+    def signals(self, worker: int) -> list[int]:
+        return [action.number for action in self.seen if isinstance(action, Kill) and action.worker == worker]
 
     def notes(self, event: str) -> list[dict[str, Any]]:
         return [action.fields for action in self.seen if isinstance(action, Note) and action.event == event]

@@ -84,7 +84,7 @@ class FakeWorker:
             self.inbox += self.line.receive()
         for message in self.inbox:
             if message["t"] in ("leave", "fail") and "deaf" not in self.acts:
-                print(f"{message['t']}: {message['text']}", flush=True)
+                print(f"{message['t']}: {message.get('text', '')}", flush=True)
                 raise Left(message["t"])
             if message["t"] == "void":
                 self.lost = max(self.lost, message["generation"])

@@ -92,7 +92,7 @@ class FakeLauncher:
 
     def start_command(self, worker: int, command: list[str], share: tuple[int, ...] = (), **variables: str) -> None:
         environment = {**self._environment, "PYTHONUNBUFFERED": "1", **variables}
-        how: Any = {"share": list(share), "line": True, "stdin": False, "capture": True}
+        how: Any = {"share": list(share), "control": True, "stdin": False, "capture": True}
         self.send("start", worker=worker, command=command, environment=environment, **how)
 
     def pump(self) -> None:

@@ -8,7 +8,7 @@ from support.elastic_jobs import Play
 
 pytestmark = pytest.mark.alike
 
-KILLED = [(signal.SIGKILL, False)]
+KILLED = [signal.SIGKILL]
 
 
 def test_members_are_told_of_all_changes_together():
@@ -33,9 +33,9 @@ def test_who_has_to_leave_and_does_not_is_ended():
     play.wait(29.9)
     assert play.signals(1) == []
     play.wait(0.2)
-    assert play.signals(1) == [(signal.SIGTERM, True)]
+    assert play.signals(1) == [signal.SIGTERM]
     play.wait(5)
-    assert play.signals(1) == [(signal.SIGTERM, True), (signal.SIGKILL, True)]
+    assert play.signals(1) == [signal.SIGTERM, signal.SIGKILL]
     play.kill(1)
     assert play.notes("slot_blacklisted") == []
     play.end(0)

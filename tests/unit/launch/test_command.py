@@ -16,12 +16,11 @@ import pytest
 from kvstore_hvd.errors import ConfigError, LaunchError
 from kvstore_hvd.horovod.variables import Ranks
 from kvstore_hvd.launch import command, hosts
-from kvstore_hvd.launch.discovery import hosts_of_script
+from kvstore_hvd.launch.daemons import hosts_of_script
 from kvstore_hvd.launch.driver import environment_of
-from kvstore_hvd.launch.hosts import hosts_of_allocation, is_here, machine_of, shell_command, slots_of, travelling
+from kvstore_hvd.launch.hosts import Slot, hosts_of_allocation, is_here, machine_of, shell_command, slots_of, travelling
 from kvstore_hvd.launch.output import LineStream, Sink, Tail
 from kvstore_hvd.launch.processes import share_of_cores
-from kvstore_hvd.launch.state import Slot
 from support.patience import patient
 
 pytestmark = pytest.mark.alike

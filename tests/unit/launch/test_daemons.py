@@ -8,7 +8,7 @@ import pytest
 from kvstore_hvd.base.channel import Poller
 from kvstore_hvd.launch.daemon import Daemon
 from kvstore_hvd.launch.daemons import _Daemon, _fate
-from kvstore_hvd.launch.state import Slot, Slots
+from kvstore_hvd.launch.hosts import Slot, Slots
 
 pytestmark = pytest.mark.alike
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.alike
     [
         ({"has_come": True}, 4.4, "its daemon has said nothing for 4.4 s (KVHVD_LEASE)"),  # 0.4 s more than the lease
         ({}, 60.0, "its daemon did not come within 60 s"),
-        ({"fault": "reset"}, 4.0, "the line to its daemon was lost: reset"),
+        ({"fault": "reset"}, 4.0, "the connection to its daemon was lost: reset"),
         ({"fault": "reset", "ending": True}, 1e9, ""),
         ({"fault": "reset", "code": 3}, 0.01, "its daemon (pid 8) exited with code 3"),
         ({"has_come": True, "code": -9}, 4.4, "its daemon has said nothing for 4.4 s (KVHVD_LEASE)"),  # its guard has
@@ -85,8 +85,7 @@ def test_the_first_crash_costs_nothing_and_the_others_more_and_more():
     assert [made.crashed(slot, 100.0) for _ in range(6)] == [20, 40, 80, 160, 300, 300]
     assert made.usable_from(slot) == 400.0
     assert made.crashed(Slot("a", 1), 400.0) == 0  # they are counted per slot
-    made.forgive(slot)
-    assert made.crashed(slot, 400.0) == 0
+    assert made.crashed(slot, 400.0, lived_long=True) == 0
 
 
 @pytest.mark.parametrize(("lower", "upper"), [(1.0, 1.0), (1.0, 3600.0)])

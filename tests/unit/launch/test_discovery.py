@@ -8,7 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch.discovery import HostDiscoveryScript, hosts_of_script
+from kvstore_hvd.launch.daemons import HostDiscoveryScript, hosts_of_script
 from kvstore_hvd.launch.state import StartError
 from support.patience import patient
 

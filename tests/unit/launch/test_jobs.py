@@ -17,8 +17,8 @@ def test_the_first_generation_begins_when_all_are_ready():
     play.ready(2, 0)
     assert play.generation == -1
     play.ready(1)
-    rest = {"size": 3, "hosts": [("name", "machine")] * 3, "places": [0, 1, 2], "job": "play"}
-    rest.update(pids=[100, 101, 102], addresses=[("10.0.0.0:1",), ("10.0.0.1:1",), ("10.0.0.2:1",)])
+    rest = {"size": 3, "hosts": [["name", "machine"]] * 3, "places": [0, 1, 2], "job": "play"}
+    rest.update(pids=[100, 101, 102], addresses=[["10.0.0.0:1"], ["10.0.0.1:1"], ["10.0.0.2:1"]])
     for rank in range(3):
         assert play.told(rank) == [{"t": "world", "generation": 0, "rank": rank, **rest}]
     assert play.notes("generation_joined") == []
@@ -34,7 +34,7 @@ def test_workers_of_a_job_that_replaces_nobody_meet_over_hosts():
     play.enter(2, "b", [2, 0])
     (world,) = play.told(2)
     place = {key: world[key] for key in ("rank", "size", "pids", "addresses", "places", "generation")}
-    addresses = [("10.0.0.2:1",), ("10.0.0.0:1",)]
+    addresses = [["10.0.0.2:1"], ["10.0.0.0:1"]]
     assert place == {
         "rank": 0, "size": 2, "pids": [102, 100], "addresses": addresses, "places": [0, 0], "generation": 0
     }  # fmt: skip

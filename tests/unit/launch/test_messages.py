@@ -30,7 +30,7 @@ START = {
     "command": ["x", "\udce9"],
     "environment": {"A": "\udce9"},
     "share": [0, 1],
-    "line": True,
+    "control": True,
     "stdin": False,
     "capture": True,
 }
@@ -194,7 +194,7 @@ def test_messages_to_daemons_and_workers():
     for message in [
         {"t": "start", "worker": -1, **START},
         {"t": "to", "worker": 0, "message": world},
-        {"t": "signal", "worker": None, "signal": 9, "ended": False},
+        {"t": "signal", "worker": None, "signal": 9},
         {"t": "ack", "bytes": 1},
         {"t": "end", "text": ""},
     ]:

@@ -154,7 +154,7 @@ class History:
                 assert action.message["generation"] == len(self.generations) - 1
             self.actors[action.worker].inbox.append(action.message)
         elif isinstance(action, Kill):
-            if action.ended:
+            if action.number == signal.SIGTERM:
                 self.dismissed.add(action.worker)
             if action.number == signal.SIGKILL or self.rng.random() < 0.5:
                 self.actors[action.worker].exit(-action.number)
