@@ -18,15 +18,10 @@ from typing import IO, Any, Callable
 
 # Lengths of the object and of the raw bytes before it.
 _LENGTHS = struct.Struct("!II")
-# Bytes of one read or write.
-_CHUNK = 1 << 18
-# Bytes before the greeting: at most, and those that are kept.
-_MOST_SKIPPED = 1 << 16
-_MOST_SHOWN = 1 << 11
-# Bytes of a wrong message in an error.
-_MOST_QUOTED = 80
-# Digits of a number.
-_MOST_DIGITS = 20
+_CHUNK = 1 << 18  # bytes of one read or write
+_MOST_SKIPPED, _MOST_SHOWN = 1 << 16, 1 << 11  # bytes before the greeting: at most, and those that are kept
+_MOST_QUOTED = 80  # bytes of a wrong message in an error
+_MOST_DIGITS = 20  # of a number
 
 _Take = Callable[[Any], Any]  # returns the value of a field; raises ValueError for a wrong one
 Kinds = Mapping[str, Mapping[str, _Take]]
@@ -265,22 +260,23 @@ def _within(kinds: Kinds) -> _Take:
 _FLAG, _TEXTS, _NUMBERS = _of(bool), _each(_text), _each(_whole(0))
 _GENERATION, _PID, _CODE, _ERRNO, _FD = _whole(-1), _whole(1), _whole(-64, 255), _whole(0), _whole(1, 2)
 _WORKER = _whole(-(1 << 31))  # below 0: a task of the launcher
-_HOST = _of(list, lambda value: len(value) == 2 and all(type(each) is str for each in value))
+_IS_HOST = _of(list, lambda value: len(value) == 2)
+_HOST: _Take = lambda value: _TEXTS(_IS_HOST(value))  # noqa: E731
 _ADDRESSES = _each(_of(str, lambda text: _ADDRESS.fullmatch(text) and int(text.rpartition(":")[2]) < 1 << 16))
 # Bytes of a process's words and variables that are no UTF-8 are surrogates.
 _WORDS = _each(_of(str))
 _VARIABLES = _of(dict, lambda value: all(type(each) is str for each in value.values()))
-_PLACE = {
+_RANKS = {
     "rank": _whole(0),
     "size": _whole(1),
-    "hosts": _each(lambda value: _TEXTS(_HOST(value))),
+    "hosts": _each(_HOST),
     "pids": _NUMBERS,
     "addresses": _each(_ADDRESSES),
-    "places": _NUMBERS,
+    "local_ranks": _NUMBERS,
 }
 
 OF_WORKER: Kinds = {
-    "enter": {"host": lambda value: _TEXTS(_HOST(value)), "pid": _PID, "ranks": _NUMBERS, "addresses": _ADDRESSES},
+    "enter": {"host": _HOST, "pid": _PID, "ranks": _NUMBERS, "addresses": _ADDRESSES},
     "ready": {"generation": _GENERATION, "cause": _text, "text": _text, "unreached": _NUMBERS},
     "joined": {"generation": _GENERATION},
     "synced": {"generation": _GENERATION},
@@ -288,9 +284,9 @@ OF_WORKER: Kinds = {
 }
 TO_WORKER: Kinds = {
     "refused": {"text": _text},
-    "place": _PLACE,
-    "world": {"generation": _GENERATION, "job": _text, **_PLACE},
-    "void": {"generation": _GENERATION, "text": _text},
+    "rank": _RANKS,
+    "world": {"generation": _GENERATION, "job": _text, **_RANKS},
+    "lost": {"generation": _GENERATION, "text": _text},
     "updated": {"number": _whole(0), "result": _whole(0, 3)},
     "leave": {},
     "fail": {"text": _text, "fix": _text},

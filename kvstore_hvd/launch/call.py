@@ -47,6 +47,7 @@ if sys.path[0] == "":
 sys.path.append(sys.argv.pop(1))
 from kvstore_hvd.launch.call import {} as main
 sys.exit(main())"""
+_text = functools.partial(message, operation="run")
 _Readers = dict[int, Callable[[bytes], object]]
 
 
@@ -144,14 +145,16 @@ def run(
             lower, upper = (f"{float(each):g}" for each in cooldown_range)
         except (TypeError, ValueError):
             fact = f"cooldown_range is {cooldown_range!r}, expected two numbers of seconds."
-            raise InvalidRequestError(_text(fact, "for example cooldown_range=(10, 300)")) from None
+            raise InvalidRequestError(_text(fact, fix="for example cooldown_range=(10, 300)")) from None
         options += ["--blacklist-cooldown-range", lower, upper]
     if not callable(func) or not isinstance(args, (tuple, list)) or not isinstance(kwargs or {}, Mapping):
         fact = f"func is {func!r}, args a {type(args).__name__}, kwargs a {type(kwargs).__name__}."
-        raise InvalidTypeError(_text(fact, "pass a function, a tuple and a dict: run(func, (1, 2), {'name': 3}, np=2)"))
+        raise InvalidTypeError(
+            _text(fact, fix="pass a function, a tuple and a dict: run(func, (1, 2), {'name': 3}, np=2)")
+        )
     if use_mpi or mpi_args is not None:
         fact = "use_mpi and mpi_args cannot be honoured: run starts workers that find each other without MPI."
-        raise InvalidRequestError(_text(fact, "omit them, or have mpirun start a script."))
+        raise InvalidRequestError(_text(fact, fix="omit them, or have mpirun start a script."))
     reload()  # the program may have set variables; a wrong setting is an error here
     with contextlib.ExitStack() as stack:
         try:
@@ -161,16 +164,12 @@ def run(
             _dump(os.path.join(folder, "call"), sys.path, executable is None, sys.argv, call)
         except OSError as error:
             fact = f"the function and its arguments cannot be written to a temporary folder: {error}."
-            raise LaunchError(_text(fact, "set TMPDIR to a folder with more room.")) from error
+            raise LaunchError(_text(fact, fix="set TMPDIR to a folder with more room.")) from error
         except Exception as error:
             fact = f"the function or its arguments cannot be pickled: {type(error).__name__}: {error}."
             fix = "make what cannot be pickled (locks, open files, iterators of data) within the function."
-            raise InvalidTypeError(_text(fact, fix)) from error
+            raise InvalidTypeError(_text(fact, fix=fix)) from error
         return _results(_run_launcher(executable or sys.executable, folder, options), folder)
-
-
-def _text(fact: str, fix: str) -> str:
-    return message(fact, operation="run", fix=fix)
 
 
 def _one_of(name: str, value: int | None, short: str, other: int | None, default: int | None = None) -> int | None:
@@ -179,7 +178,7 @@ def _one_of(name: str, value: int | None, short: str, other: int | None, default
         return value
     if value != default:
         fact = f"{name} is {value} and {short} is {other}, which are the same option."
-        raise InvalidRequestError(_text(fact, "give one of them."))
+        raise InvalidRequestError(_text(fact, fix="give one of them."))
     return other
 
 
@@ -300,7 +299,9 @@ def _results(code: int, folder: str) -> list[Any]:
             values.append(_value(path))
         except Exception as error:
             fact = f"the result of rank {rank} cannot be read here: {type(error).__name__}: {error}."
-            raise RunError(_text(fact, "return objects whose modules can be imported in this program, too.")) from error
+            raise RunError(
+                _text(fact, fix="return objects whose modules can be imported in this program, too.")
+            ) from error
     return values
 
 
@@ -320,7 +321,7 @@ def _error(code: int, reason: str, failed: list[tuple[str, bool, bytes]], missin
         fix = "let the function return; os._exit leaves no time to."
     else:
         fact = f"the launcher (kvhvdrun) ended {f'with code {code}' if code > 0 else f'by signal {-code}'}."
-    return RunError(_text(fact, fix))
+    return RunError(_text(fact, fix=fix))
 
 
 # -- The child processes ----------------------------------------------------------------------------------------------

@@ -63,8 +63,12 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | N
     """Run kvhvdrun with the arguments `argv` (default: ``sys.argv[1:]``) and return its exit code."""
     # `tell` replaces stderr for a program that calls a function: why options are 'refused', or why the job has 'ended'.
     # docs/errors.md lists the exit codes.
+    for fd in range(3):  # a pipe to a worker could get the number of a closed stream
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is `fd`
     try:
-        _check_streams()
         options = _options(argv)
         if options.version:
             print(f"kvstore_hvd {__version__}")
@@ -100,10 +104,6 @@ def _seconds(text: str) -> float:
         raise argparse.ArgumentTypeError(f"'{text}' is not {error}") from None
 
 
-def _ranks(text: str) -> list[int]:
-    return [_whole(0)(rank.strip()) for rank in text.split(",")]
-
-
 def _parser() -> _Parser:
     parser = _Parser(
         prog="kvhvdrun",
@@ -117,6 +117,7 @@ def _parser() -> _Parser:
     # Groups: `parser.add_argument` would import shutil.
     add = parser.add_argument_group("options").add_argument
     count = _whole(1)
+    ranks: Callable[[str], list[int]] = lambda text: [_whole(0)(rank.strip()) for rank in text.split(",")]  # noqa: E731
     add("-h", "--help", action="help", help="show this text and exit")
     add("-np", "--num-proc", "-n", metavar="N", type=count, help="number of workers")
     add("-H", "--hosts", metavar="HOST:N,...", help="where they run [localhost:N]")
@@ -132,7 +133,7 @@ def _parser() -> _Parser:
     add("--checkpoint", metavar="FILE", help="keep the state of elastic training there, and begin from it")
     add("--checkpoint-every", metavar="S", type=_seconds, help="seconds between checkpoints [600]")
     add("--output-filename", metavar="DIR", help="also keep all output: DIR/rank.N/stdout and DIR/rank.N/stderr")
-    add("--ranks", metavar="RANK,...", type=_ranks, help="show what these ranks write only")
+    add("--ranks", metavar="RANK,...", type=ranks, help="show what these ranks write only")
     add("--no-prefix", action="store_true", help="do not put '[rank] ' before lines of output")
     add("--timestamps", action="store_true", help="put the time before lines of output")
     add("--bind-cores", action="store_true", help="pin each worker to its share of the cores")
@@ -223,25 +224,24 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         command = [sys.executable, "-m", *command]
     inherited = {name: value for name, value in environment().items() if not _OF_ONE_RANK.match(name)}
     inherited.update(_variables(options.x))
-    if options.as_horovod:
-        inherited["KVHVD_AS_HOROVOD"] = "1"
-    if options.network_interfaces is not None:
-        inherited["KVHVD_NETWORK_INTERFACES"] = options.network_interfaces
-    if options.start_timeout is not None:
-        inherited["KVHVD_START_TIMEOUT"] = f"{options.start_timeout:g}"
     file = (inherited.get("KVHVD_CHECKPOINT") or None) if options.checkpoint is None else options.checkpoint
-    if file is not None:
-        inherited["KVHVD_CHECKPOINT"] = _absolute("--checkpoint", file)
-    if options.checkpoint_every is not None:
-        if not inherited.get("KVHVD_CHECKPOINT"):
-            raise LaunchError(message("--checkpoint-every: there is no file.", fix="name it with --checkpoint."))
-        inherited["KVHVD_CHECKPOINT_EVERY"] = f"{options.checkpoint_every:g}"
+    if file is None and options.checkpoint_every is not None:
+        raise LaunchError(message("--checkpoint-every: there is no file.", fix="name it with --checkpoint."))
+    given = {
+        "KVHVD_AS_HOROVOD": "1" if options.as_horovod else None,
+        "KVHVD_NETWORK_INTERFACES": options.network_interfaces,
+        "KVHVD_START_TIMEOUT": options.start_timeout,
+        "KVHVD_CHECKPOINT": None if file is None else _absolute("--checkpoint", file),
+        "KVHVD_CHECKPOINT_EVERY": options.checkpoint_every,
+    }
+    for name, value in given.items():
+        if value is not None:
+            inherited[name] = f"{value:g}" if isinstance(value, float) else value
     if options.timeline_filename is not None:
         path = options.timeline_filename  # DYNAMIC: the program starts timelines
         inherited["HOROVOD_TIMELINE"] = path if path == "DYNAMIC" else _absolute("--timeline-filename", path)
         inherited.pop("KVHVD_TIMELINE", None)  # has precedence
-    paths = (_SITE, inherited.get("PYTHONPATH", ""))
-    inherited["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (_SITE, inherited.get("PYTHONPATH"))))
     command[0] = _executable(command, inherited)
     return command, inherited
 
@@ -264,15 +264,15 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None = None) -> Plan:
-    is_static = all(getattr(options, name) is None for name in _DECISIVE)
+    given = {name for name, value in vars(options).items() if value is not None}
+    is_static = given.isdisjoint(_DECISIVE)
     for name in _OF_ELASTIC if is_static else _OF_STATIC:
-        if getattr(options, name) is not None:
+        if name in given:
             fact = f"--{name.replace('_', '-')} is {'' if is_static else 'not '}for elastic jobs."
             fix = "give --min-np, or omit it." if is_static else "omit it: workers of elastic jobs change their ranks."
             raise LaunchError(message(fact, fix=fix))
     command, inherited = _program(options)
-    hosts, first, most = _hosts(options), options.num_proc, options.max_np
-    of_slurm = None
+    hosts, first, most, of_slurm = _hosts(options), options.num_proc, options.max_np, None
     if hosts is None and options.host_discovery_script is None and tell is None:
         hosts = of_slurm = hosts_of_allocation(environment())
     if is_static:
@@ -281,8 +281,8 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
             raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
     least = options.min_np or first or 1
     named = (("--min-np", least), ("-np", first), ("--max-np", most))
-    given = [(name, count) for name, count in named if count is not None]
-    for (name, count), (other, limit) in zip(given, given[1:]):
+    counts = [(name, count) for name, count in named if count is not None]
+    for (name, count), (other, limit) in zip(counts, counts[1:]):
         if count > limit:
             fix = f"{other} {count}, or {name} {limit}."
             raise LaunchError(message(f"{name} {count} is more than {other} {limit}.", fix=fix))
@@ -300,14 +300,13 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         name = "ssh" if way is None else "srun"
         fact = f"{', '.join(others)}: other hosts than this one, and there is no {name} that could start workers there."
         raise LaunchError(message(fact, fix="install it, or name another command with --rsh-command."))
-    script, slots = None, sum(hosts.values())
+    script, slots, shown = None, sum(hosts.values()), options.ranks
     if options.host_discovery_script is not None:
         script, slots = HostDiscoveryScript(options.host_discovery_script, inherited, options.slots_per_host or 1), 0
     elif slots < needed:
         fact = f"{needed} workers are needed, but the hosts have {slots} slots."
         fix = "sbatch --ntasks-per-node=N" if of_slurm else "-H localhost:N"
         raise LaunchError(message(fact, fix=f"give more slots, as in {fix}."))
-    shown = options.ranks
     if shown is not None and max(shown) >= most:
         raise LaunchError(message(f"--ranks: there is no rank {max(shown)}.", fix=f"the ranks are 0 to {most - 1}."))
     capture = not is_static or most > 1 or any((options.output_filename, shown, options.timestamps, others))
@@ -315,10 +314,14 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     check_count(count)
     if is_static:  # each slot has a worker
         hosts = Counter(itertools.islice((host for host, slots in hosts.items() for _ in range(slots)), most))
-    cfg = config()
     if capture:
         # Through a pipe, Python would hold back lines for kilobytes, and a killed worker would lose them.
         inherited.setdefault("PYTHONUNBUFFERED", "1")
+    (lower, upper), (low, high) = options.blacklist_cooldown_range or _COOLDOWN_S, _COOLDOWN_LIMITS_S
+    if not low <= lower <= upper <= high:
+        fact = f"--blacklist-cooldown-range {lower:g} {upper:g}: expected {low:g} to {high:g} s, the lower one first."
+        raise LaunchError(message(fact, fix="for example --blacklist-cooldown-range 10 300"))
+    cfg = config()
     settings = Settings(
         job=os.urandom(8).hex(),
         min_np=least,
@@ -328,19 +331,10 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         elastic_timeout_s=options.elastic_timeout or cfg.elastic_timeout_s,
         start_timeout_s=options.start_timeout or cfg.start_timeout_s,
         **{name: getattr(cfg, name) for name in _TIMES},
-        cooldown=_cooldown(options.blacklist_cooldown_range),
+        cooldown=(lower, upper),
         replaces=not is_static,
     )
     return Plan(settings, options, command, inherited, hosts, script, capture, shell, tell)
-
-
-def _cooldown(given: Sequence[float] | None) -> tuple[float, float]:
-    lower, upper = given or _COOLDOWN_S
-    low, high = _COOLDOWN_LIMITS_S
-    if low <= lower <= upper <= high:
-        return lower, upper
-    fact = f"--blacklist-cooldown-range {lower:g} {upper:g}: expected {low:g} to {high:g} s, the lower one first."
-    raise LaunchError(message(fact, fix="for example --blacklist-cooldown-range 10 300"))
 
 
 def _absolute(option: str, path: str) -> str:
@@ -380,15 +374,6 @@ def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
     raise StartError(message(f"command '{program}' was not found.", fix=fix), _EXIT_NOT_FOUND)
 
 
-def _check_streams() -> None:
-    """Open descriptors 0, 1 and 2 if they are closed; else a pipe to a worker could get one of these numbers."""
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is `fd`
-
-
 # -- --check-build ------------------------------------------------------------------------------------------------
 
 
@@ -407,13 +392,9 @@ def _build_report() -> str:
         cupy, version = runtime.cupy(), runtime.version_text(runtime.driver_version() or 0)
         return f"{cupy.cuda.runtime.getDeviceCount()}, CuPy {cupy.__version__}, driver for CUDA up to {version}"
 
-    def nccl() -> str:
-        found = nccl_library()
-        return f"{found.version_text} ({found.path})"
-
-    which = " (for starting with mpirun only; kvhvdrun needs none)"
-    mpi = _found(lambda: f"{mpi_library()}, for starting with its mpirun", which)
-    horovod = installed_horovod()
+    starts = "for starting with"
+    mpi = _found(lambda: f"{mpi_library()}, {starts} its mpirun", f" ({starts} mpirun only; kvhvdrun needs none)")
+    horovod, nccl = installed_horovod(), "{0.version_text} ({0.path})".format
     rows = {
         "MXNet": _found(lambda: mxnet_compat.require_mxnet().__version__),
         "native engine": _found(lambda: f"sums with {native.simd_target()}"),
@@ -421,7 +402,7 @@ def _build_report() -> str:
         "several hosts": "yes: by ssh and TCP" + (", under mpirun by its MPI" if mpi.startswith("yes") else ""),
         "MPI": mpi,
         "GPUs": "no: there is no driver (libcuda.so.1)" if runtime.driver_version() is None else _found(gpus),
-        "NCCL": _found(nccl, " (for workers that each have a GPU; others need none)"),
+        "NCCL": _found(lambda: nccl(nccl_library()), " (for workers that each have a GPU; others need none)"),
         "horovod": "not installed: with --as-horovod kvstore_hvd answers for it"
         if horovod is None
         else f"installed ({horovod.origin}): --as-horovod leaves `import horovod` to it",

@@ -18,8 +18,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvstore_hvd import __version__
@@ -33,16 +32,12 @@ from kvstore_hvd.launch.state import EXIT_NOT_STARTED
 BEAT_S = 0.25
 #: Ends the output of a login shell before the first message of a daemon on another host.
 GREETING = b"\0kvstore_hvd daemon\n"
-#: Bytes of output that a daemon may send before the launcher has acknowledged some of it.
-WINDOW = 1 << 18
-# Grace of workers after the loss of the launcher; all has to be gone within five seconds.
-_ORPHAN_GRACE_S = 1.0
-# Time for the kernel to end killed workers, and for the launcher to hear of it.
-_KILLED_S = 1.0
+WINDOW = 1 << 18  # bytes of output that a daemon may send before the launcher has acknowledged some of it
+_ORPHAN_GRACE_S = 1.0  # of workers after the loss of the launcher; all has to be gone within five seconds
+_KILLED_S = 1.0  # for the kernel to end killed workers, and for the launcher to hear of it
 # Time that a stream may stay open (held by a process of another user) after the last process of the job.
 _DRAIN_S = 2.0
-# Pause when descriptors or memory are short.
-_SCARCE_S = 0.1
+_SCARCE_S = 0.1  # pause when descriptors or memory are short
 _LONGEST_OF_WORKERS = 1 << 20  # bytes of a message
 _READS = 100  # of a connection that is to end: a worker that writes without end must not hold up the others
 _CHUNK = 1 << 16  # capacity of a pipe
@@ -126,17 +121,17 @@ class Daemon:
 
     def _finish(self) -> None:
         """Wait for the ends of workers or kill them, end the processes that they have left, and send all output."""
-        while self._workers and self._clock.now() < self._kill_at:
-            self._turn(self._kill_at)
+
+        def turn(until: float, while_any: Collection[object] = (None,)) -> None:
+            while while_any and self._clock.now() < until:
+                self._turn(until)
+
+        turn(self._kill_at, self._workers)
         for worker in self._workers.values():
             self._reaper.signal(worker.pid, signal.SIGKILL)
-        until = self._clock.now() + _KILLED_S
-        while self._workers and self._clock.now() < until:
-            self._turn(until)
+        turn(self._clock.now() + _KILLED_S, self._workers)
         for pause_s in processes.end_children(self._left_grace_s):
-            until = self._clock.now() + pause_s
-            while self._clock.now() < until:
-                self._turn(until)
+            turn(self._clock.now() + pause_s)
         until = self._clock.now() + _DRAIN_S
         while self._launcher.fileno() >= 0:
             now = self._clock.now()
@@ -199,23 +194,23 @@ class Daemon:
             variables["KVHVD_DAEMON"] = self._name
         cores = processes.share_of_cores(usable_cores(), *message["share"]) if message["share"] else ()
         ours: dict[int, int] = {}
+        theirs: dict[int, int] = {}
         try:
-            with ExitStack() as theirs, ExitStack() as on_failure:
-                streams: list[int | None] = [None, None, None]
-                if not message["stdin"]:
-                    streams[0] = null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                    theirs.callback(os.close, null)
-                for fd in (1, 2) if message["capture"] else ():
-                    ours[fd], streams[fd] = _, end = os.pipe()
-                    theirs.callback(os.close, end)
-                    on_failure.callback(os.close, ours[fd])
-                    os.set_blocking(ours[fd], False)
-                pid = processes.spawn(message["command"], variables, streams, cores)
-                on_failure.pop_all()
+            if not message["stdin"]:
+                theirs[0] = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+            for fd in (1, 2) if message["capture"] else ():
+                ours[fd], theirs[fd] = os.pipe()
+                os.set_blocking(ours[fd], False)
+            pid = processes.spawn(message["command"], variables, [theirs.get(fd) for fd in range(3)], cores)
         except (OSError, ValueError, IndexError, subprocess.SubprocessError) as error:
+            for end in ours.values():
+                os.close(end)
             text = str(error) or type(error).__name__
             self._tell("not_started", worker=number, text=text, errno=getattr(error, "errno", None) or 0)
             return
+        finally:
+            for end in theirs.values():
+                os.close(end)
         self._reaper.add(pid)
         self._workers[number] = _Worker(number, pid, ours)
         for fd, end in ours.items():

@@ -39,14 +39,9 @@ _Hear = Callable[[str, dict[str, Any]], None]
 _Lost = Callable[[str, str, bool], None]
 # Exit codes of a shell that has not reached its host: ssh has 255, other shells have no special code.
 _UNREACHED = (1, 255)
-
-
-#: The host of the script.
+#: The host of the discovery script.
 HERE = "localhost"
-# Seconds between the starts of two runs.
-_SCRIPT_EVERY_S = 1.0
-# Seconds of the longest run.
-_SCRIPT_LIMIT_S = 10.0
+_SCRIPT_EVERY_S, _SCRIPT_LIMIT_S = 1.0, 10.0  # between the starts of two runs; of the longest run
 _MAX_OUTPUT = 1 << 16
 _MAX_ERRORS = 8192  # kept of standard error, its end
 _MAX_LINE = 200  # of a line that an error quotes
@@ -157,24 +152,24 @@ class Daemons:
 
     def _receive(self, daemon: _Daemon) -> None:
         now = self._clock.now()
-        if daemon.has_come:
-            daemon.heard_at = now
         try:
             for message in daemon.connection.receive():
-                self._take(daemon, message)
+                kind = message["t"]
+                if (kind == "up") is daemon.has_come:
+                    raise ChannelError(f"'{kind}' came {'again' if daemon.has_come else 'before its daemon was up'}.")
+                if kind == "up":
+                    if message["version"] != __version__:
+                        raise ChannelError(
+                            f"kvstore_hvd has version {message['version']} there, and {__version__} here"
+                        )
+                    daemon.pid, daemon.has_come = message["pid"], True
+                daemon.unacknowledged += len(message.get("raw", b""))
+                self._hear(daemon.host, message)
+            if daemon.has_come:
+                daemon.heard_at = now
         except ChannelError as error:
             daemon.fault, daemon.heard_at = str(error).rstrip("."), now
             self._poller.close_channel(daemon.connection)
-
-    def _take(self, daemon: _Daemon, message: dict[str, Any]) -> None:
-        if (message["t"] == "up") is daemon.has_come:
-            raise ChannelError(f"'{message['t']}' came {'again' if daemon.has_come else 'before its daemon was up'}.")
-        if message["t"] == "up":
-            if message["version"] != __version__:
-                raise ChannelError(f"kvstore_hvd has version {message['version']} there, and {__version__} here")
-            daemon.pid, daemon.has_come, daemon.heard_at = message["pid"], True, self._clock.now()
-        daemon.unacknowledged += len(message.get("raw", b""))
-        self._hear(daemon.host, message)
 
     def _remove(self, daemon: _Daemon) -> None:
         self._poller.close_channel(daemon.connection)

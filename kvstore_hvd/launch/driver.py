@@ -25,15 +25,11 @@ from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.output import Output
 from kvstore_hvd.launch.state import EXIT_FAILED, EXIT_NOT_STARTED, End, Kill, Note, Settings, Start, StartError, Tell
 
-# Daemons may take this much longer to end than their workers.
-_DAEMON_ENDS_S = 3.0
+_DAEMON_ENDS_S = 3.0  # daemons may take this much longer to end than their workers
 _KILL_TAKES_S = 2.0
-# Pause before the next try of a host that was not reached.
-_RETRY_S = 1.0
-# Least time for the reader of our output to take the last words of workers.
-_LAST_WORDS_S = 1.0
-# Time for the event log to be written at the end.
-_LOG_S = 30.0
+_RETRY_S = 1.0  # pause before the next try of a host that was not reached
+_LAST_WORDS_S = 1.0  # for the reader of our output to take the last words of workers, at least
+_LOG_S = 30.0  # for the event log to be written at the end
 _SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _FIXES = dict.fromkeys(_SCARCE, "see ulimit -u, ulimit -n and free memory.")
 _FIXES[errno.ENOEXEC] = "a script's first line names its interpreter, such as #!/bin/sh."
@@ -101,10 +97,14 @@ class Driver:
         self._inbox, self._reaper = processes.SignalInbox(), processes.Reaper()
         self._poller.watch(self._inbox.fileno(), lambda: None)
         self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
-        if plan.script is None:
-            self._take_hosts(plan.hosts)
-        else:
+        if plan.script is not None:
             plan.script.daemons = self._daemons
+        elif settings.replaces:
+            self._job.hosts(plan.hosts, self._job_now)
+        elif plan.shell:  # the job hears of the hosts once all have a daemon
+            for host in plan.hosts:
+                self._start_daemon(host)
+            self._missing_until = self._clock.now() + settings.start_timeout_s
         while self._end is None:
             self._turn()
         code = self._finish(self._end)
@@ -216,15 +216,7 @@ class Driver:
         if hosts is not None:
             look_up(hosts)
             self._discovered, self._discovery_fails_since = True, math.inf
-            self._take_hosts(hosts)
-
-    def _take_hosts(self, hosts: Mapping[str, int]) -> None:
-        if self._settings.replaces:
             self._job.hosts(hosts, self._job_now)
-        elif self._plan.shell:  # the job hears of the hosts once all have a daemon
-            for host in hosts:
-                self._start_daemon(host)
-            self._missing_until = self._clock.now() + self._settings.start_timeout_s
 
     def _start_daemon(self, host: str) -> None:
         try:

@@ -15,27 +15,13 @@ import math
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from kvstore_hvd.errors import message as text_of
 from kvstore_hvd.errors import rank_list
 from kvstore_hvd.horovod.variables import Ranks
-from kvstore_hvd.launch.hosts import Slot, Slots
-from kvstore_hvd.launch.state import (
-    EXIT_FAILED,
-    NO_CHANGE,
-    Action,
-    End,
-    Generation,
-    Kill,
-    Note,
-    Settings,
-    Start,
-    Tell,
-    Worker,
-    machines,
-    rank_order,
-)
+from kvstore_hvd.launch.hosts import Slot, Slots, machine_of
+from kvstore_hvd.launch.state import EXIT_FAILED, NO_CHANGE, Action, End, Kill, Note, Settings, Start, Tell, Worker
 
 # Bits of an 'updated' message, as in Horovod's HostUpdateResult.
 _REMOVED, _ADDED = 1, 2
@@ -46,8 +32,7 @@ _LOST = ("lost", "timeout", "meeting")
 _OTHERS_S = {"timeout": 0.5, "meeting": 5.0}
 # Workers have a deadline of their own for a meeting. The job waits this much longer.
 _MEETING_EXTRA_S = 10.0
-# A wait of this length is reported to the user.
-_REPORT_AFTER_S = 10.0
+_REPORT_AFTER_S = 10.0  # wait that is reported to the user
 # Newcomers that fail within this time after joining, in so many generations in a row, end the job: the program is at
 # fault. The first workers do not count (many may fail on a bad host while the rest could go on), nor does SIGKILL.
 _SOON_S = 60.0
@@ -56,10 +41,33 @@ _MAX_FAILING = 5
 _TOGETHER_S = 2.0
 # A worker that the kernel has not ended in this time after SIGKILL counts as ended: it will not run again.
 _KILL_TAKES_S = 5.0
-# So many generations in a row that are lost before all members have the state end the job.
-_MAX_FAILED_WORLDS = 20
-# After so many meetings in which two hosts have not reached each other, one of them is left out.
-_MOST_APART = 3
+_MAX_FAILED_WORLDS = 20  # generations in a row that are lost before all members have the state: they end the job
+_MOST_APART = 3  # meetings in which two hosts have not reached each other, until one of them is left out
+
+
+class Generation:
+    """The members of a world, in the order of ranks, and its progress. Number -1 is the time before the first one."""
+
+    def __init__(self, number: int, members: Sequence[Worker], kill_at: float = math.inf) -> None:
+        self.number, self.members = number, members
+        # A generation whose meeting has failed is lost, too.
+        self.phase: Literal["meeting", "training", "lost"] = "meeting" if members else "lost"
+        self.announced = 0  # changes of the hosts that its members know of
+        self.kill_at = kill_at  # deadline of late members
+        self.waits_since = math.inf  # time from which members wait for late ones
+        self.apart: set[frozenset[str]] = set()  # pairs of hosts that have not reached each other
+        self.joined: set[int] = set()
+        self.joined_at = math.inf  # time at which all had joined
+        self.synced: set[int] = set()  # workers that have the state of the training
+
+    @property
+    def begun(self) -> bool:
+        return self.number >= 0
+
+    @property
+    def left(self) -> list[Worker]:
+        """The members that may be in the next world, in the order of ranks."""
+        return [worker for worker in self.members if worker.taking_part]
 
 
 class Job:
@@ -116,11 +124,11 @@ class Job:
             coming = [each for each in self.workers.values() if each is worker or each in outside]
             if not self.generation.begun:
                 coming.sort(key=lambda each: self.slots.order(each.slot))
-            ranked = rank_order([*(each for each in self.generation.left if each.slot in self.slots), *coming])
+            ranked = _rank_order([*(each for each in self.generation.left if each.slot in self.slots), *coming])
         else:
             ranked = [Worker(rank, slot, 0.0, NO_CHANGE) for rank, slot in enumerate(self.slots)]
             worker = ranked[number]
-        rank, hosts, places = ranked.index(worker), machines(ranked), self._local_ranks(ranked)
+        rank, hosts, places = ranked.index(worker), _machines(ranked), self._local_ranks(ranked)
         column = [other for other, place in enumerate(places) if place == places[rank]]
         return Ranks(rank, len(hosts), places[rank], hosts.count(hosts[rank]), column.index(rank), len(column))
 
@@ -221,8 +229,8 @@ class Job:
             self._expect(now, "start")
         elif worker not in self.generation.members:
             others = [newcomer for newcomer in self._outside() if newcomer.ready and newcomer is not worker]
-            ranked = rank_order([*self.generation.left, *others, worker])
-            self._tell(worker.id, "place", rank=ranked.index(worker), **self._world(ranked))
+            ranked = _rank_order([*self.generation.left, *others, worker])
+            self._tell(worker.id, "rank", rank=ranked.index(worker), **self._world(ranked))
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:
@@ -301,10 +309,6 @@ class Job:
         """Whether a worker is done: no worker starts any more, and the others go on, however few they are."""
         return self._succeeded or any(worker.finished and worker.alive for worker in self.workers.values())
 
-    @property
-    def _least(self) -> int:
-        return 1 if self._finishing else self._settings.min_np
-
     def _with_state(self) -> list[Worker]:
         """The workers that have reported the state of the training, also those that have ended."""
         return [worker for worker in self.workers.values() if worker.synced]
@@ -323,14 +327,14 @@ class Job:
         entries = [worker.entry for worker in ranked if worker.entry]
         fields = {"hosts": "host", "pids": "pid", "addresses": "addresses"}
         world = {name: [entry[field] for entry in entries] for name, field in fields.items()}
-        return {"size": len(ranked), **world, "places": self._local_ranks(ranked)}
+        return {"size": len(ranked), **world, "local_ranks": self._local_ranks(ranked)}
 
     def _local_ranks(self, ranked: Sequence[Worker]) -> list[int]:
         """The local ranks of workers: on each host in the order of slots."""
         # A worker in the slot of a lost one gets its local rank, and so its GPU.
         counts: Counter[str] = Counter()
         found: dict[int, int] = {}
-        for worker, host in sorted(zip(ranked, machines(ranked)), key=lambda each: self.slots.order(each[0].slot)):
+        for worker, host in sorted(zip(ranked, _machines(ranked)), key=lambda each: self.slots.order(each[0].slot)):
             found[worker.id] = counts[host]
             counts[host] += 1
         return [found[worker.id] for worker in ranked]
@@ -481,8 +485,8 @@ class Job:
             del self._meeting[number]
             if absent:
                 hosts = ", ".join(dict.fromkeys(list(self.slots)[rank].host for rank in absent))
-                limit = f"{self._settings.start_timeout_s:g} s"
-                text = f"{rank_list(absent)} on {hosts} did not call init() within {limit}."
+                limit_s = self._settings.start_timeout_s
+                text = f"{rank_list(absent)} on {hosts} did not call init() within {limit_s:g} s."
                 fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
                 self._tell(number, "fail", text=text, fix=fix)
             else:
@@ -556,8 +560,9 @@ class Job:
         if begun and not old:
             return  # all have finished
         awaited, finishing = old if begun else outside, self._finishing
+        least = 1 if finishing else self._settings.min_np
         complete = all(worker.ready for worker in awaited)
-        if not complete and (begun or sum(worker.pid > 0 for worker in awaited) >= self._least):
+        if not complete and (begun or sum(worker.pid > 0 for worker in awaited) >= least):
             return
         if complete and self._with_state() and not any(worker.synced for worker in old):
             # They could only begin anew. The workers with the state are done, or were killed and have not ended yet.
@@ -573,18 +578,18 @@ class Job:
             # The state would go with the last worker that has it.
             stay = [worker for worker in old if worker in stay or worker is having[0]]
         chosen = [*stay, *newcomers][: self._settings.max_np]
-        if complete and len(chosen) >= self._least:
+        if complete and len(chosen) >= least:
             self._give_out(chosen, now)
         else:
             self._short_since = min(short_since, now)
-            self._wait_for_more(len(chosen), now)
+            self._wait_for_more(len(chosen), least, now)
 
-    def _wait_for_more(self, ready: int, now: float) -> None:
+    def _wait_for_more(self, ready: int, least: int, now: float) -> None:
         limit, since = self._settings.elastic_timeout_s, self._short_since
         if self.workers:
-            what, needed = f"{ready} workers are ready", self._least
+            what, needed = f"{ready} workers are ready", least
         else:
-            what, needed = f"there are {len(self.slots)} slots", max(self._least, self._settings.first_np or 0)
+            what, needed = f"there are {len(self.slots)} slots", max(least, self._settings.first_np or 0)
         if self._takes_long("short", since, now):
             seconds = since + limit - now
             news = f"{what}, {needed} are needed: waiting for more, for {seconds:.0f} s."
@@ -618,9 +623,9 @@ class Job:
             return
         if old.begun:
             # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
-            ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
+            ranked = _rank_order(sorted(chosen, key=lambda worker: not worker.synced))
         else:
-            ranked = rank_order(sorted(chosen, key=lambda worker: self.slots.order(worker.slot)))
+            ranked = _rank_order(sorted(chosen, key=lambda worker: self.slots.order(worker.slot)))
         number = old.number + 1
         self.generation = Generation(number, ranked, now + settings.start_timeout_s + _MEETING_EXTRA_S)
         world = {"generation": number, **self._world(ranked), "job": settings.job}
@@ -648,7 +653,7 @@ class Job:
         self._note("generation_void", news, generation=generation.number, cause=cause, text=text)
         for worker in generation.members:
             if worker.alive and not worker.ready and not worker.leaving:
-                self._tell(worker.id, "void", generation=generation.number, text=text)
+                self._tell(worker.id, "lost", generation=generation.number, text=text)
 
     # -- The end of the job, and of workers: asked to leave, then SIGTERM, then SIGKILL ---------------------------
 
@@ -695,3 +700,17 @@ class Job:
 
     def _tell(self, worker: int, kind: str, **fields: Any) -> None:
         self._actions.append(Tell(worker, {"t": kind, **fields}))
+
+
+def _machines(workers: Sequence[Worker]) -> list[str]:
+    """The host of each worker: identities once all are known, until then names. Equal identities share memory."""
+    known = [worker.entry["host"][1] for worker in workers if worker.entry]
+    return known if len(known) == len(workers) else [machine_of(worker.slot.host) for worker in workers]
+
+
+def _rank_order(workers: Sequence[Worker]) -> list[Worker]:
+    """Workers, given oldest first, in the order of their ranks: host by host, the host of the oldest worker first."""
+    hosts: dict[str, list[Worker]] = {}
+    for worker, host in zip(workers, _machines(workers)):
+        hosts.setdefault(host, []).append(worker)
+    return [worker for same in hosts.values() for worker in same]

@@ -194,7 +194,6 @@ class Output:
         self._ours[2] = self._ours[1] if os.path.sameopenfile(1, 2) else Sink(2, "standard error")
         self._files: dict[tuple[int, int], Sink] = {}
         self._log: Sink | None = None
-        self._news: list[str] = []  # of events that were lost
         self._streams: dict[tuple[int, int], LineStream] = {}
         self._tails: dict[int, Tail] = {}
         folder = options.output_filename
@@ -275,7 +274,7 @@ class Output:
     def finish_log(self) -> None:
         if self._log is not None and self._log.pending:
             self._log.drop()
-            self._news.append("the event log is not complete: it could not be written in time.")
+            self._log.lost = OSError(errno.ETIMEDOUT, "it takes too long")
 
     def flush_lines(self) -> None:
         for stream in self._streams.values():
@@ -290,8 +289,7 @@ class Output:
 
     def take_lost(self) -> list[tuple[bool, str]]:
         """The files that cannot be written any more: whether our reader has gone, and a text; each only once."""
-        lost = [(False, text) for text in self._news]
-        self._news.clear()
+        lost = []
         for sink in self._sinks:
             if sink.lost is not None:
                 ours = sink in self._ours.values()

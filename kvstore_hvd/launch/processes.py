@@ -25,8 +25,7 @@ from kvstore_hvd.base.cores import RunningClock
 LEFT_GRACE_S = 1.0
 # A process that the kernel does not end in this time after SIGKILL (it waits for a dead file system) is left alone.
 _KILLED_S = 2.0
-_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.1
-_GROUP_LOOK_S = 0.05
+_FIRST_LOOK_S, _LAST_LOOK_S, _GROUP_LOOK_S = 0.005, 0.1, 0.05
 # A guard looks this often besides being woken. After so many looks a daemon whose launcher has gone counts as stuck:
 # without a fault it ends within six seconds.
 _GUARD_LOOK_S, _MOST_LOOKS = 2.0, 4

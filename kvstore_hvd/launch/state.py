@@ -1,14 +1,14 @@
-"""The data of a job: settings, workers, generations, and the actions that its decisions ask for."""
+"""The data of a job: settings, workers, and the actions that its decisions ask for."""
 
 from __future__ import annotations
 
 import math
 import signal
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, NamedTuple, Union
 
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch.hosts import MAX_WORKERS, Slot, machine_of
+from kvstore_hvd.launch.hosts import MAX_WORKERS, Slot
 
 EXIT_FAILED, EXIT_NOT_STARTED = 1, 126
 #: Stands for another reason than a change of the hosts.
@@ -128,42 +128,3 @@ class Worker:
 
     def __str__(self) -> str:
         return f"worker {self.id} ({self.slot})"
-
-
-class Generation:
-    """The members of a world, in the order of ranks, and its progress. Number -1 is the time before the first one."""
-
-    def __init__(self, number: int, members: Sequence[Worker], kill_at: float = math.inf) -> None:
-        self.number, self.members = number, members
-        # A generation whose meeting has failed is lost, too.
-        self.phase: Literal["meeting", "training", "lost"] = "meeting" if members else "lost"
-        self.announced = 0  # changes of the hosts that its members know of
-        self.kill_at = kill_at  # deadline of late members
-        self.waits_since = math.inf  # time from which members wait for late ones
-        self.apart: set[frozenset[str]] = set()  # pairs of hosts that have not reached each other
-        self.joined: set[int] = set()
-        self.joined_at = math.inf  # time at which all had joined
-        self.synced: set[int] = set()  # workers that have the state of the training
-
-    @property
-    def begun(self) -> bool:
-        return self.number >= 0
-
-    @property
-    def left(self) -> list[Worker]:
-        """The members that may be in the next world, in the order of ranks."""
-        return [worker for worker in self.members if worker.taking_part]
-
-
-def machines(workers: Sequence[Worker]) -> list[str]:
-    """The host of each worker: identities once all are known, until then names. Equal identities share memory."""
-    known = [worker.entry["host"][1] for worker in workers if worker.entry]
-    return known if len(known) == len(workers) else [machine_of(worker.slot.host) for worker in workers]
-
-
-def rank_order(workers: Sequence[Worker]) -> list[Worker]:
-    """Workers, given oldest first, in the order of their ranks: host by host, the host of the oldest worker first."""
-    hosts: dict[str, list[Worker]] = {}
-    for worker, host in zip(workers, machines(workers)):
-        hosts.setdefault(host, []).append(worker)
-    return [worker for same in hosts.values() for worker in same]

@@ -91,7 +91,7 @@ class ControlConnection:
             if answer["t"] == "leave":
                 log.logger.info("this worker is not needed any more")
                 raise SystemExit(0)
-            if answer["t"] == "place" or not (text := self.why_lost(answer["generation"])):
+            if answer["t"] == "rank" or not (text := self.why_lost(answer["generation"])):
                 return answer
             # The world was lost before this worker joined it: the launcher waits for its request for the next one.
             self._send("ready", generation=answer["generation"], cause="meeting", text=text, unreached=[])
@@ -99,7 +99,7 @@ class ControlConnection:
     def _world(self, answer: dict[str, Any]) -> World:
         generation = answer.get("generation", -1)
         hosts = [Host(name, identity) for name, identity in answer["hosts"]]
-        more = {"generation": generation, "pids": tuple(answer["pids"]), "local_rank_of": answer["places"]}
+        more = {"generation": generation, "pids": tuple(answer["pids"]), "local_rank_of": answer["local_ranks"]}
         if self._test_hosts:
             hosts, more["local_rank_of"] = virtual_hosts(hosts, self._test_hosts), ()
         return World(
@@ -140,7 +140,7 @@ class ControlConnection:
         kind = received["t"]
         if kind == "refused":
             raise ChannelError(received["text"])
-        if kind == "void":
+        if kind == "lost":
             lost = received["generation"], received["text"]
             self._lost = max(self._lost, lost)
             self.on_lost(*lost)

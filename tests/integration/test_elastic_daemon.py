@@ -239,6 +239,6 @@ line.send({'t': 'finished'})
         launcher.start(0, program)
         assert launcher.told(0) == {"t": "finished"}
         assert launcher.next("exited", 0)["code"] == 0
-        launcher.send("to", worker=1, message={"t": "void", "generation": 0, "text": "still here"})
+        launcher.send("to", worker=1, message={"t": "lost", "generation": 0, "text": "still here"})
         assert launcher.next("exited", 1)["code"] == 0
         assert b"still here" in launcher.written[1, 1]

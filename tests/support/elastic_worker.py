@@ -86,7 +86,7 @@ class FakeWorker:
             if message["t"] in ("leave", "fail") and "deaf" not in self.acts:
                 print(f"{message['t']}: {message.get('text', '')}", flush=True)
                 raise Left(message["t"])
-            if message["t"] == "void":
+            if message["t"] == "lost":
                 self.lost = max(self.lost, message["generation"])
             if message["t"] == "updated":
                 self.update = message["result"]
@@ -104,7 +104,7 @@ class FakeWorker:
         """Enter the job; the first world."""
         self.moment("enter")
         self.say("enter", host=[os.uname().nodename] * 2, pid=os.getpid(), addresses=[], ranks=[])
-        answer = self.take("place", "world")
+        answer = self.take("rank", "world")
         return answer if answer["t"] == "world" else self.next_world("start")
 
     def next_world(self, cause: str) -> dict[str, Any]:

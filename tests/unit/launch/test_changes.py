@@ -78,7 +78,7 @@ def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed():
     play = Play({"a": 3}, min_np=1)
     play.begin()
     play.ready(0, cause="timeout")
-    assert play.told(2, "void")
+    assert play.told(2, "lost")
     play.wait(0.4)
     play.ready(1, cause="timeout")
     play.wait(0.2)
@@ -97,7 +97,7 @@ def test_who_is_not_ready_for_long_is_killed_whatever_the_cause(cause):
     play = Play({"a": 2}, min_np=1, timeout_s=100)
     play.begin()
     play.ready(0, cause=cause)
-    assert bool(play.told(1, "void")) is (cause == "lost")
+    assert bool(play.told(1, "lost")) is (cause == "lost")
     play.wait(99)
     assert play.signals(1) == []
     play.wait(2)

@@ -15,7 +15,7 @@ from kvstore_hvd.launch.output import Output
 pytestmark = pytest.mark.alike
 
 LIMIT_S = 60
-NOT_COMPLETE = "the event log is not complete: it could not be written in time."
+NOT_COMPLETE = "the event log cannot be written: it takes too long. What follows is lost there."
 
 
 def output_to(folder=None, count=0, event_log=None, ranks=None):

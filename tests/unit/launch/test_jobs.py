@@ -17,7 +17,7 @@ def test_the_first_generation_begins_when_all_are_ready():
     play.ready(2, 0)
     assert play.generation == -1
     play.ready(1)
-    rest = {"size": 3, "hosts": [["name", "machine"]] * 3, "places": [0, 1, 2], "job": "play"}
+    rest = {"size": 3, "hosts": [["name", "machine"]] * 3, "local_ranks": [0, 1, 2], "job": "play"}
     rest.update(pids=[100, 101, 102], addresses=[["10.0.0.0:1"], ["10.0.0.1:1"], ["10.0.0.2:1"]])
     for rank in range(3):
         assert play.told(rank) == [{"t": "world", "generation": 0, "rank": rank, **rest}]
@@ -33,10 +33,10 @@ def test_workers_of_a_job_that_replaces_nobody_meet_over_hosts():
     play.enter(0, "a", [0, 1, 2])
     play.enter(2, "b", [2, 0])
     (world,) = play.told(2)
-    place = {key: world[key] for key in ("rank", "size", "pids", "addresses", "places", "generation")}
+    place = {key: world[key] for key in ("rank", "size", "pids", "addresses", "local_ranks", "generation")}
     addresses = [["10.0.0.2:1"], ["10.0.0.0:1"]]
     assert place == {
-        "rank": 0, "size": 2, "pids": [102, 100], "addresses": addresses, "places": [0, 0], "generation": 0
+        "rank": 0, "size": 2, "pids": [102, 100], "addresses": addresses, "local_ranks": [0, 0], "generation": 0
     }  # fmt: skip
     assert play.told(0) == []
     play.wait(31)
@@ -93,7 +93,7 @@ def test_a_worker_that_ends_while_the_others_meet_is_not_waited_for():
     play = Play({"a": 3}, min_np=2)
     play.ready(*play.running)
     play.end(0)
-    assert [play.told(number)[-1]["t"] for number in (1, 2)] == ["void", "void"]
+    assert [play.told(number)[-1]["t"] for number in (1, 2)] == ["lost", "lost"]
 
 
 def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
@@ -129,7 +129,7 @@ def test_a_dead_worker_costs_itself_only():
     play.kill(1)
     void = {"generation": 0, "text": "worker 1 (a:1) was killed by SIGKILL"}
     assert play.notes("generation_void") == [{**void, "cause": "lost"}]
-    assert play.told(0, "void") == play.told(2, "void") == [{"t": "void", **void}]
+    assert play.told(0, "lost") == play.told(2, "lost") == [{"t": "lost", **void}]
     assert play.starts()[3:] == [(3, "a:1")]
     play.ready(0)
     assert play.generation == 0
@@ -172,8 +172,8 @@ def places(play):
     members = play.job.generation.members
     told = [play.told(member.id, "world")[-1] for member in members]
     assert [one["rank"] for one in told] == list(range(len(members)))
-    assert all(one["places"] == told[0]["places"] for one in told)
-    return {str(member.slot): place for member, place in zip(members, told[0]["places"])}
+    assert all(one["local_ranks"] == told[0]["local_ranks"] for one in told)
+    return {str(member.slot): place for member, place in zip(members, told[0]["local_ranks"])}
 
 
 def test_local_ranks_follow_the_slots_whoever_was_ready_first():
@@ -189,7 +189,7 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first():
     assert places(play) == {"a:1": 0, "a:2": 1, "b:0": 0}
     play.enter(4)  # on the slot that is free; until it is ready it is told a place
     (place,) = play.told(4)
-    assert (place["t"], place["rank"], place["size"], place["places"]) == ("place", 2, 4, [1, 2, 0, 0])
+    assert (place["t"], place["rank"], place["size"], place["local_ranks"]) == ("rank", 2, 4, [1, 2, 0, 0])
     play.ready(4, 3, 2, 1)
     assert play.meet() == [1, 2, 4, 3]  # the state is the old ones'
     assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}

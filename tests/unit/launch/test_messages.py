@@ -24,7 +24,7 @@ WORLD = {
     "hosts": [["a", "b"]] * 2,
     "pids": [1, 2],
     "addresses": [["10.0.0.1:5"], []],
-    "places": [0, 0],
+    "local_ranks": [0, 0],
 }
 START = {
     "command": ["x", "\udce9"],

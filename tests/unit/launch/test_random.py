@@ -57,10 +57,10 @@ class Actor:
         if kind == "world":
             assert self.waiting, "a world for a worker that does not wait"
             self.generation, self.waiting, self.meeting = message["generation"], False, True
-        elif kind == "place":
+        elif kind == "rank":
             assert self.waiting, "a place for a worker that does not ask for one"
             self.waiting, self.placed = False, True
-        elif kind == "void":
+        elif kind == "lost":
             if message["generation"] == self.generation and (self.training or self.meeting):
                 self.meeting = False
                 self.wait("lost" if self.training else "meeting")
@@ -150,7 +150,7 @@ class History:
                 self.worlds[action.worker] = action.message
             elif action.message["t"] == "leave":
                 self.dismissed.add(action.worker)
-            elif action.message["t"] == "void":
+            elif action.message["t"] == "lost":
                 assert action.message["generation"] == len(self.generations) - 1
             self.actors[action.worker].inbox.append(action.message)
         elif isinstance(action, Kill):
@@ -342,6 +342,6 @@ def test_random_histories(part):
         assert history.ending is not None
         seen |= history.kinds
         codes.add(history.ending.code)
-    assert {"world", "void", "updated", "leave", "fail", "place"} <= seen
+    assert {"world", "lost", "updated", "leave", "fail", "rank"} <= seen
     assert {"slot_blacklisted", "host_left_out", "worker_killed"} <= seen
     assert {0, 1, 137} <= codes

@@ -23,7 +23,7 @@ PLACES = [0, 2, 1]
 WORLD = {
     "size": 3,
     "hosts": HOSTS,
-    "places": PLACES,
+    "local_ranks": PLACES,
     "pids": [1, 2, 3],
     "addresses": [["10.0.0.1:1"], ["10.0.0.2:1"], ["10.0.0.3:1"]],
 }
@@ -106,7 +106,7 @@ def test_the_first_world_of_a_new_job(daemon, line):
 
 
 def test_a_running_job_gives_a_guess(daemon, line):
-    daemon.send("place", rank=2, **WORLD)
+    daemon.send("rank", rank=2, **WORLD)
     world, is_real = line.enter()
     assert not is_real
     assert (world.topology.rank, world.topology.generation) == (2, -1)
@@ -121,7 +121,7 @@ def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon, line):
     daemon.world(0)
     first, _ = line.enter()
     daemon.world(1)
-    daemon.send("void", generation=1, text="worker 3 was killed")
+    daemon.send("lost", generation=1, text="worker 3 was killed")
     until(first.lost)
     assert line.why_lost(0) == line.why_lost(1) == first.lost() == "worker 3 was killed"  # and so are those before it
     assert line.why_lost(2) == ""
