@@ -97,14 +97,10 @@ class Driver:
         self._inbox, self._reaper = processes.SignalInbox(), processes.Reaper()
         self._poller.watch(self._inbox.fileno(), lambda: None)
         self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
-        if plan.script is not None:
+        if plan.script is None:
+            self._take_hosts(plan.hosts)
+        else:
             plan.script.daemons = self._daemons
-        elif settings.replaces:
-            self._job.hosts(plan.hosts, self._job_now)
-        elif plan.shell:  # the job hears of the hosts once all have a daemon
-            for host in plan.hosts:
-                self._start_daemon(host)
-            self._missing_until = self._clock.now() + settings.start_timeout_s
         while self._end is None:
             self._turn()
         code = self._finish(self._end)
@@ -216,7 +212,15 @@ class Driver:
         if hosts is not None:
             look_up(hosts)
             self._discovered, self._discovery_fails_since = True, math.inf
+            self._take_hosts(hosts)
+
+    def _take_hosts(self, hosts: Mapping[str, int]) -> None:
+        if self._settings.replaces:
             self._job.hosts(hosts, self._job_now)
+        elif self._plan.shell:  # the job hears of the hosts once all have a daemon
+            for host in hosts:
+                self._start_daemon(host)
+            self._missing_until = self._clock.now() + self._settings.start_timeout_s
 
     def _start_daemon(self, host: str) -> None:
         try:
