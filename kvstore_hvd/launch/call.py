@@ -139,7 +139,7 @@ def run(
         "--output-filename": output_filename,
     }
     options = [f"{name}={value}" for name, value in named.items() if value is not None]
-    options += ["--verbose"] if verbose else []
+    options += ["--verbose"] * bool(verbose)
     if cooldown_range is not None:
         try:
             lower, upper = (f"{float(each):g}" for each in cooldown_range)

@@ -144,10 +144,8 @@ def _parser() -> _Parser:
     add = parser.add_argument_group("elastic jobs", elastic).add_argument
     add("--min-np", "--min-num-proc", metavar="N", type=count, help="minimum world size [-np, or 1]")
     add("--max-np", "--max-num-proc", metavar="N", type=count, help="maximum world size [number of slots]")
-    script = "prints the hosts, one HOST or HOST:N a line; run every second"
-    add("--host-discovery-script", metavar="CMD", help=script)
-    slots = "slots of a host that is listed without a number [1]"
-    add("--slots-per-host", "--slots", metavar="N", type=count, help=slots)
+    add("--host-discovery-script", metavar="CMD", help="prints the hosts, one HOST or HOST:N a line; run every second")
+    add("--slots-per-host", "--slots", metavar="N", type=count, help="slots of a host listed without a number [1]")
     add("--elastic-timeout", metavar="S", type=_seconds, help="seconds to wait for enough workers [600]")
     add("--reset-limit", metavar="N", type=_whole(0), help="end the job when it has been reset more often than this")
     cooldown = "seconds, 1 to 3600, that a slot stays empty after repeated crashes [10 300]"

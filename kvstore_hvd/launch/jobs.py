@@ -112,7 +112,6 @@ class Job:
 
     @property
     def status(self) -> str:
-        """The status line of an elastic job."""
         generation, workers = self.generation, f"{len(self.running)} workers"
         left = f"generation {generation.number}, {len(generation.left)} of {workers}"
         return left if generation.begun else f"{workers} start"
@@ -339,14 +338,6 @@ class Job:
             counts[host] += 1
         return [found[worker.id] for worker in ranked]
 
-    def _culprit(self, among: Iterable[Worker]) -> Worker | None:
-        """The worker that failed first, without those that failed because another did."""
-        chosen = set(among)
-        failed = [worker for worker in self._ended_workers if worker in chosen and worker.code and not worker.leaving]
-        # This error reports the end of another worker.
-        first = [worker for worker in failed if not any("PeerLostError" in line for line in worker.lines)]
-        return next(iter(first or failed), None)
-
     def _due(self, at: float, now: float) -> bool:
         """Whether it is time; if not, `wake_at` is then at the latest."""
         if now < at:
@@ -463,10 +454,14 @@ class Job:
         return self._over
 
     def _because_of(self, among: Iterable[Worker], text: str = "", which: str = "") -> End:
-        """The end of the job by one of these workers; with a `text`, `which` says how the worker is related to it."""
-        culprit = self._culprit(among)
-        if culprit is None:
+        """The end of the job by the first failure of these workers; `which` relates the failure to a `text`."""
+        chosen = set(among)
+        failed = [worker for worker in self._ended_workers if worker in chosen and worker.code and not worker.leaving]
+        # PeerLostError reports the end of another worker.
+        first = [worker for worker in failed if not any("PeerLostError" in line for line in worker.lines)]
+        if not failed:
             return End(EXIT_FAILED if text else 0, text)
+        culprit = (first or failed)[0]
         before = f"{text} {which}, " if text else ""
         name = str(culprit)
         if not self._settings.replaces:

@@ -22,19 +22,14 @@ from typing import Any
 from kvstore_hvd.base.channel import Poller
 from kvstore_hvd.errors import LaunchError, message, printable
 
-# Workers are not read while so many bytes wait to be written.
-_MOST_PENDING = 1 << 18
-# The event log ends once so many bytes of it wait to be written. An event takes some hundred bytes.
-_MOST_EVENTS = 1 << 22
+_MOST_PENDING = 1 << 18  # workers are not read while so many bytes wait to be written
+_MOST_EVENTS = 1 << 22  # the event log ends once so many bytes of it wait: an event takes some hundred
 _CHUNK = 1 << 16
 # A carriage return ends a piece, too, so that progress bars move. At the end of the data it may be half of "\r\n".
 _END = re.compile(rb"\r\n|\n|\r(?!\Z)")
-# A longer line is passed on in parts.
-_MOST_HELD = 1 << 20
-# An unfinished line is shown on a terminal after this time: it may be a prompt.
-_PROMPT_S = 0.2
-_TAIL_LINES = 20
-_TAIL_BYTES = 8192
+_MOST_HELD = 1 << 20  # a longer line is passed on in parts
+_PROMPT_S = 0.2  # an unfinished line is shown on a terminal after this time: it may be a prompt
+_TAIL_LINES, _TAIL_BYTES = 20, 8192
 # Python's words for an exception that it ignores, before a traceback as for any other.
 _IGNORED = b"Exception ignored in"
 _TRACE = b"Traceback (most recent call last):"
@@ -134,10 +129,9 @@ class LineStream:
 
     def show_prompt(self, now: float) -> float:
         """Pass the unfinished line on if it is time; returns the seconds until it will be."""
-        if not self._held or not self._sink.terminal:
-            return float("inf")
-        if now < self._since + _PROMPT_S:
-            return self._since + _PROMPT_S - now
+        wait_s = self._since + _PROMPT_S - now if self._held and self._sink.terminal else float("inf")
+        if wait_s > 0:
+            return wait_s
         self.flush()
         return float("inf")
 

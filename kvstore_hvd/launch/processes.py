@@ -71,7 +71,6 @@ class SignalInbox:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent ends."""
     _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
