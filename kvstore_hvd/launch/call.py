@@ -12,7 +12,7 @@ import ctypes
 import functools
 import os
 import pickle
-import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -37,7 +37,7 @@ __all__ = ["run"]
 
 _PR_SET_PDEATHSIG = 1
 # The end of the launcher closes its output, unless another process holds a pipe open: then it is polled.
-_LOOK_MS = 500
+_LOOK_S = 0.5
 _CHUNK = 1 << 16
 # The program of launcher and workers. `-m` would look for modules in the working folder first, where a user's
 # json.py or queue.py may lie. The folder of this package comes last: it may hold anything too.
@@ -48,7 +48,6 @@ sys.path.append(sys.argv.pop(1))
 from kvstore_hvd.launch.call import {} as main
 sys.exit(main())"""
 _text = functools.partial(message, operation="run")
-_Readers = dict[int, Callable[[bytes], object]]
 
 
 def run(
@@ -201,23 +200,23 @@ def _run_launcher(python: str, folder: str, options: Sequence[str]) -> int:
         raise LaunchError(message(f"the launcher cannot be started: {error}.", fix=fix)) from None
     assert process.stdout is not None
     assert process.stderr is not None
-    with process.stdout, process.stderr:
-        readers: _Readers = {
-            pipe.fileno(): functools.partial(_pass_on, stream, codecs.getincrementaldecoder("utf-8")("replace"))
-            for pipe, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
-        }
+    with process.stdout, process.stderr, selectors.DefaultSelector() as pipes:
+        for each, stream in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            pipes.register(each, selectors.EVENT_READ, functools.partial(_pass_on, stream, decoder))
         try:
-            return _wait(process, readers)
+            return _wait(process, pipes)
         except BaseException as error:
             process.send_signal(signal.SIGINT if isinstance(error, KeyboardInterrupt) else signal.SIGTERM)
             while True:
                 try:
-                    _wait(process, readers)
+                    _wait(process, pipes)
                     break
                 except KeyboardInterrupt:
                     process.send_signal(signal.SIGINT)
                 except Exception:  # noqa: BLE001 - most likely the same error, which is raised below
-                    readers = dict.fromkeys(readers, len)
+                    for key in list(pipes.get_map().values()):
+                        pipes.modify(key.fileobj, selectors.EVENT_READ, len)
             raise
 
 
@@ -228,19 +227,15 @@ def _pass_on(stream: Any, decoder: codecs.IncrementalDecoder, data: bytes) -> No
         stream.flush()
 
 
-def _wait(process: subprocess.Popen[bytes], readers: _Readers) -> int:
+def _wait(process: subprocess.Popen[bytes], pipes: selectors.BaseSelector) -> int:
     """Read all output until the launcher has ended; returns its exit code, or -signal."""
-    poll = select.poll()
-    for fd in readers:
-        poll.register(fd, select.POLLIN)
-    while readers:
-        ready = poll.poll(_LOOK_MS)
-        for fd, _ in ready:
-            data = os.read(fd, _CHUNK)
-            readers[fd](data)
+    while pipes.get_map():
+        ready = pipes.select(_LOOK_S)
+        for key, _ in ready:
+            data = os.read(key.fd, _CHUNK)
+            key.data(data)
             if not data:
-                poll.unregister(fd)
-                del readers[fd]
+                pipes.unregister(key.fileobj)
         if not ready and process.poll() is not None:
             break  # another process holds a pipe
     return process.wait()

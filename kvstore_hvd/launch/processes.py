@@ -123,12 +123,12 @@ def spawn(
 
 
 def run_guarded(
-    name: str, keep: Collection[int], line: int, run: Callable[[], int], grace_s: float, *, fork: bool = True
+    name: str, keep: Collection[int], control: int, run: Callable[[], int], grace_s: float, *, fork: bool = True
 ) -> int:
     """Run a function in a daemon that outlives us, with these descriptors; returns the pid of the daemon's guard."""
-    # The guard kills a daemon that does not see the end of its connection `line`. It ends the processes that the daemon
-    # has left by SIGTERM, and after `grace_s` by SIGKILL. It exits with the code of the daemon, or with 128 + signal.
-    # Without `fork`, this process becomes the guard.
+    # The guard kills a daemon that does not see the end of its connection `control`. It ends the processes that the
+    # daemon has left by SIGTERM, and after `grace_s` by SIGKILL. It exits with the code of the daemon, or with 128 +
+    # signal. Without `fork`, this process becomes the guard.
     with _signals_blocked() as blocked:
         if fork and (pid := os.fork()):
             return pid
@@ -140,9 +140,9 @@ def run_guarded(
             adopt_orphans()
             daemon = os.fork()
             role = "guard" if daemon else "daemon"
-            _detach(f"job-{role} {name}".encode(), {line} if daemon else {0, 1, 2, line, *keep})
+            _detach(f"job-{role} {name}".encode(), {control} if daemon else {0, 1, 2, control, *keep})
             if daemon:
-                code = _guard(daemon, line, min(LEFT_GRACE_S, grace_s))
+                code = _guard(daemon, control, min(LEFT_GRACE_S, grace_s))
             else:
                 signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
                 code = run()
@@ -170,16 +170,16 @@ def _detach(name: bytes, keep: Collection[int]) -> None:
         ctypes.memmove(start, name, min(len(name), end - start - 1))
 
 
-def _guard(daemon: int, line: int, grace_s: float) -> int:
+def _guard(daemon: int, control: int, grace_s: float) -> int:
     """Wait for the daemon, and end the processes that it has left. All signals but SIGKILL are blocked."""
     looks, poll = 0, select.poll()
-    poll.register(line, 0)  # reports the end of the connection only
+    poll.register(control, 0)  # reports the end of the connection only
     while not (ended := os.waitpid(daemon, os.WNOHANG))[0]:
         arrived = signal.sigtimedwait({signal.SIGCHLD, KILL_DAEMON}, _GUARD_LOOK_S)
         looks += arrived is None and bool(poll.poll(0))
         if looks >= _MOST_LOOKS or (arrived is not None and arrived.si_signo == KILL_DAEMON):
             os.kill(daemon, signal.SIGKILL)
-    os.close(line)  # the launcher learns of the end of the daemon
+    os.close(control)  # the launcher learns of the end of the daemon
     for pause_s in end_children(grace_s):
         time.sleep(pause_s)
     code = os.waitstatus_to_exitcode(ended[1])
