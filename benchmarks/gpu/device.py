@@ -31,8 +31,7 @@ from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.executor import buffer_bytes, rounds
 from kvstore_hvd.gpu.kernels import Segment
-from kvstore_hvd.gpu.launcher import Launcher
-from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.launcher import Kernels, Launcher
 from kvstore_hvd.gpu.nccl import library
 from kvstore_hvd.gpu.nccl_executor import NcclExecutor
 from kvstore_hvd.gpu.ring_executor import RingExecutor
@@ -126,7 +125,7 @@ class Bench:
         tables = ranks.prepare(inputs, outputs)
         clock, best = Clock(ranks.stream), None
         limits = ranks.modules.limits(name, "float32")
-        most = kernels.ring_channels(nbytes, ranks.slot_vectors, limits) if way == "ring" else limits.resident
+        most = kernels.ring_channels(nbytes, ranks.slot_vectors, limits) if way == "ring" else limits.blocks(nbytes)
         choices = [0] if latency else sorted({max(1, most // part) for part in (1, 2, 4)})
         for blocks in choices:
 

@@ -194,10 +194,6 @@ def _check_contiguous(shape: Sequence[int], strides: Sequence[int]) -> None:
         is_wrong = is_wrong or (length != 1 and stride != expected)
         expected *= length
     if is_wrong:
-        raise InvalidRequestError(
-            message(
-                f"an array on a GPU has gaps or another order than C's (shape {tuple(shape)}, strides "
-                f"{tuple(strides)} elements).",
-                fix="pass cupy.ascontiguousarray(array), and copy the result back.",
-            )
-        )
+        fact = "an array on a GPU has gaps or another order than C's"
+        fact = f"{fact} (shape {tuple(shape)}, strides {tuple(strides)} elements)."
+        raise InvalidRequestError(message(fact, fix="pass cupy.ascontiguousarray(array), and copy the result back."))

@@ -18,9 +18,10 @@ from kvstore_hvd import errors, log, native
 from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, KVHvdError, TransportError, message
 from kvstore_hvd.gpu.kernels import Segment
+from kvstore_hvd.gpu.launcher import Launcher
 from kvstore_hvd.gpu.runtime import activate, checked, close_all, cupy
 from kvstore_hvd.gpu.streams import Event, Stream
-from kvstore_hvd.native import DeviceOperation
+from kvstore_hvd.native import ITEM_BYTES, DeviceOperation
 
 #: Seconds that a device may take to end after an abort.
 END_S = 10.0
@@ -51,6 +52,8 @@ class Executor(ABC):
         activate(ordinal)
         self.ordinal, self.timeout_s = ordinal, timeout_s
         self.stream = Stream() if stream is None else stream
+        # Functions that free everything, the last one first.
+        self._closes: list[Callable[[], None]] = [self.stream.close] if stream is None else []
 
     @abstractmethod
     def start(self, collective: str, batch: Batch) -> Steps:
@@ -75,15 +78,13 @@ class Executor(ABC):
         activate(self.ordinal)
         # If the work does not end, the memory stays: CUDA would wait for the work without a limit.
         if self.end(END_S):
-            self.release()
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free everything; the device is idle."""
+            close_all(*reversed(self._closes))
 
 
 class DeviceExecutor(Executor):
     """An executor whose work is all on the device: a method for each collective enqueues a batch on the stream."""
+
+    _launcher: Launcher
 
     def __init__(self, ordinal: int, timeout_s: float, stream: Stream | None = None) -> None:
         super().__init__(ordinal, timeout_s, stream)
@@ -93,25 +94,30 @@ class DeviceExecutor(Executor):
         activate(self.ordinal)
         for request in batch:
             for address in (*request.inputs, *request.outputs):
-                if address and address >> _PAGE_BITS not in self._pages:  # an empty array has address 0
-                    self._check_device(address)
-                    self._pages.add(address >> _PAGE_BITS)
+                if not address or address >> _PAGE_BITS in self._pages:  # an empty array has address 0
+                    continue
+                with checked("ask where an array lies"):
+                    found = int(cupy().cuda.runtime.pointerGetAttributes(address).device)
+                if found != self.ordinal:
+                    place = f"GPU {found}" if found >= 0 else "the CPU"
+                    fact = f"an array is on {place}, but this worker's operations are on GPU {self.ordinal}."
+                    fix = "use one GPU in each worker, and start a worker for each GPU."
+                    raise InvalidRequestError(message(fact, fix=fix))
+                self._pages.add(address >> _PAGE_BITS)
         getattr(self, collective)(batch)
         return self._steps(Event().record(self.stream))
 
-    def _check_device(self, address: int) -> None:
-        """Refuse an address that kernels on the device cannot use."""
-        with checked("ask where an array lies"):
-            found = int(cupy().cuda.runtime.pointerGetAttributes(address).device)
-        if found != self.ordinal:
-            place = f"GPU {found}" if found >= 0 else "the CPU"
-            fact = f"an array is on {place}, but this worker's operations are on GPU {self.ordinal}."
-            fix = "use one GPU in each worker, and start a worker for each GPU."
-            raise InvalidRequestError(message(fact, fix=fix))
-
-    @abstractmethod
     def check(self) -> None:
         """Raise why enqueued work has failed, on this rank or another."""
+        self._launcher.check()
+
+    def abort(self) -> None:
+        self._launcher.abort()
+
+    def copy_to_others(self, request: DeviceOperation) -> None:
+        """Enqueue copies of a request's first output to its other outputs."""
+        for other in request.outputs[1:]:
+            self.stream.copy(other, request.outputs[0], request.count * ITEM_BYTES[request.dtype])
 
     def _steps(self, event: Event) -> Steps:
         """Wait for an event of the stream. After a failure, abort and raise it when the device is idle."""
@@ -178,7 +184,8 @@ class DeviceThread:
         # A forked child has no such thread, and the executor is the parent's.
         if self._thread is None or not self._thread.is_alive():
             return
-        self._abort_if_lost()
+        if self._engine.health() is not None:
+            self._abort()
         self._thread.join(_STOP_S)
         if self._thread.is_alive():
             log.logger.warning("the thread of GPU %d does not end; it is left behind", self._device)
@@ -202,14 +209,9 @@ class DeviceThread:
     def _watch(self) -> None:
         """After the loss of the world, end the thread's own wait for a worker that does not come."""
         while not self._stop.wait(_IDLE_S):
-            if self._abort_if_lost():
+            if self._executor is not None and self._engine.health() is not None:
+                self._abort()
                 return
-
-    def _abort_if_lost(self) -> bool:
-        if self._executor is None or self._engine.health() is None:
-            return False
-        self._abort()
-        return True
 
     def _abort(self) -> None:
         if self._executor is not None:
@@ -218,6 +220,9 @@ class DeviceThread:
 
     def _begin(self, number: int, collective: str, operations: list[DeviceOperation]) -> None:
         try:
+            if any(len(operation.inputs) != 1 for operation in operations):
+                fact = "an operation on a GPU has several inputs."
+                raise InvalidRequestError(message(fact, fix="add those of this worker first."))
             if self._executor is None:
                 self._executor = self._make_executor(self._device)
             self._under_way.append((number, self._executor.start(collective, operations)))
@@ -272,6 +277,17 @@ class Piece(NamedTuple):
     length: int
     offset: int
 
+    def parts(self, parts: Sequence[tuple[int, int, int, int]], unit: int = 1) -> Iterator[tuple[int, int, int, int]]:
+        """What the piece has of `parts`: the rank of each, its place in the buffer, its bytes, its place in the output.
+
+        `unit` is the size of an element in bytes.
+        """
+        begin, end = self.start * unit, (self.start + self.length) * unit
+        for rank, start, nbytes, place in parts:
+            low, high = max(begin, start), min(end, start + nbytes)
+            if low < high:
+                yield rank, self.offset + low - begin, high - low, place + low - start
+
 
 def rounds(counts: Sequence[int], item_bytes: int, capacity: int, most: int) -> list[list[Piece]]:
     """Place tensors one after the other; cut a tensor only if it is larger than a buffer."""
@@ -288,42 +304,22 @@ def rounds(counts: Sequence[int], item_bytes: int, capacity: int, most: int) -> 
                 used = 0
             taken = min(rest, capacity - used) // item_bytes
             made[-1].append(Piece(request, start, taken, used))
-            used += _aligned(taken * item_bytes)
+            used = buffer_bytes(made[-1], item_bytes)
             start += taken
     return made
 
 
 def buffer_bytes(pieces: Sequence[Piece], item_bytes: int) -> int:
     """Bytes of the buffer that a round takes."""
-    last = pieces[-1]
-    return _aligned(last.offset + last.length * item_bytes)
+    end = pieces[-1].offset + pieces[-1].length * item_bytes
+    return -(-end // ALIGNMENT) * ALIGNMENT
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def input_of(request: DeviceOperation) -> int:
-    """The address of a request's only input."""
-    if len(request.inputs) != 1:
-        raise InvalidRequestError(
-            message(f"an operation on a GPU has {len(request.inputs)} inputs.", fix="add those of this worker first.")
-        )
-    return request.inputs[0]
-
-
-def inputs_of(batch: Batch, pieces: Sequence[Piece], unit: int, size_unit: int) -> list[Segment]:
-    """The inputs of a round; elements have `unit` bytes, sizes count `size_unit` for an element."""
-    return [
-        Segment(input_of(batch[piece.request]) + piece.start * unit, piece.offset, piece.length * size_unit)
-        for piece in pieces
-    ]
-
-
-def outputs_of(batch: Batch, pieces: Sequence[Piece], unit: int, size_unit: int) -> list[Segment]:
-    """The outputs of a round, as `inputs_of`."""
-    return [
-        Segment(address + piece.start * unit, piece.offset, piece.length * size_unit)
-        for piece in pieces
-        for address in batch[piece.request].outputs
-    ]
+def segments(batch: Batch, pieces: Sequence[Piece], unit: int, size_unit: int) -> tuple[list[Segment], list[Segment]]:
+    """The inputs and outputs of a round; elements have `unit` bytes, sizes count `size_unit` for an element."""
+    inputs: list[Segment] = []
+    outputs: list[Segment] = []
+    for request, start, length, offset in pieces:
+        for found, addresses in ((inputs, batch[request].inputs), (outputs, batch[request].outputs)):
+            found += [Segment(address + start * unit, offset, length * size_unit) for address in addresses]
+    return inputs, outputs

@@ -14,6 +14,7 @@ the streams of all ranks, zero the control memory of all ranks, then launch agai
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,15 +34,13 @@ TILE_ELEMENTS = 8192
 #: Threads of a block, for every kernel.
 THREADS = 512
 
-# Types between which copies convert, besides copies within a type.
-_CASTS = (
-    ("float32", "float16"),
-    ("float64", "float16"),
-    ("float16", "float32"),
-    ("float16", "float64"),
-    ("float32", "bfloat16"),
-    ("bfloat16", "float32"),
-)
+# Other types than its own that tensors of a type can be packed as.
+_CASTS = {
+    "float16": ("float32", "float64"),
+    "bfloat16": ("float32",),
+    "float32": ("float16", "bfloat16"),
+    "float64": ("float16",),
+}
 # Types with a kernel for sums alone; a kernel of another type reads the operation from the launch.
 _FAST = ("float16", "bfloat16", "float32")
 # Numbers of ranks for which the two-shot sum of these types is unrolled.
@@ -113,6 +112,7 @@ class Stop(NamedTuple):
 # -- Sources and names -------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(maxsize=1)
 def source() -> str:
     """All kernels as one text for NVRTC, which reads no headers."""
     folder = Path(__file__).with_name("cuda")
@@ -147,8 +147,6 @@ def packed_dtype(dtype: str, op: str, as_half: bool) -> str:
 
 def allreduce_kernel(algorithm: str, dtype: str, op: str, *, as_half: bool = False, ranks: int = 0) -> str:
     """The name of the kernel of an allreduce or a reduce-scatter."""
-    if algorithm not in ("oneshot", "twoshot", "ring") or dtype not in DTYPES or op not in OPS:
-        raise ValueError(f"no kernel for {algorithm!r}, {dtype!r}, {op!r}")
     if packed_dtype(dtype, op, as_half) != dtype:
         return f"kvhvd_{algorithm}_{dtype}_as_half"
     if dtype not in _FAST:
@@ -161,16 +159,12 @@ def allreduce_kernel(algorithm: str, dtype: str, op: str, *, as_half: bool = Fal
 
 def copy_kernel(tensor_dtype: str = "", buffer_dtype: str = "") -> str:
     """The name of the kernel that packs or unpacks segments with ``scale``; by default bytewise."""
-    if not tensor_dtype and not buffer_dtype:
-        return "kvhvd_copy"
-    if buffer_dtype not in casts(tensor_dtype):
-        raise ValueError(f"no kernel packs {tensor_dtype!r} as {buffer_dtype!r}")
-    return f"kvhvd_copy_{tensor_dtype}_{buffer_dtype}"
+    return f"kvhvd_copy_{tensor_dtype}_{buffer_dtype}" if tensor_dtype else "kvhvd_copy"
 
 
 def casts(dtype: str) -> tuple[str, ...]:
     """The types that tensors of a type can be packed as, its own first."""
-    return (dtype, *(there for here, there in _CASTS if here == dtype))
+    return (dtype, *_CASTS.get(dtype, ()))
 
 
 def kernel_names(dtype: Optional[str] = None) -> list[str]:
@@ -196,10 +190,13 @@ class Limits(NamedTuple):
     blocks_per_multiprocessor: int
     sharers: int = 1  # ranks on the device
 
-    @property
-    def resident(self) -> int:
-        """Blocks that one rank may have on the device at once; at least 1."""
-        return max(1, self.multiprocessors * self.blocks_per_multiprocessor // max(1, self.sharers))
+    def blocks(self, most: int, meet: bool = True) -> int:
+        """The blocks of a launch (``grid.x``): at most `most`, and those that are on the device at once.
+
+        A kernel that does not meet other ranks leaves them no room.
+        """
+        resident = self.multiprocessors * self.blocks_per_multiprocessor // (self.sharers if meet else 1)
+        return max(1, min(most, resident))
 
 
 class Segment(NamedTuple):
@@ -213,8 +210,7 @@ class Segment(NamedTuple):
 
 def table(segments: Sequence[Segment], tile: int, size_unit: int = 1, offset_unit: int = 1) -> tuple[Any, int]:
     """A table of `SEGMENT`, and its number of tiles."""
-    columns = zip(*segments) if segments else ((), (), (), ())
-    pointers, offsets, sizes, ranks = (np.array(column, np.int64) for column in columns)
+    pointers, offsets, sizes, ranks = np.array(segments, np.int64).reshape(-1, 4).T
     made = np.zeros(len(segments), SEGMENT)
     made["pointer"], made["offset"], made["count"] = pointers, offsets // offset_unit, sizes * size_unit
     made["rank"] = ranks
@@ -232,24 +228,4 @@ def fifo_bytes(channels: int, slot_vectors: int) -> int:
 
 def ring_channels(nbytes: int, slot_vectors: int, limits: Limits) -> int:
     """The blocks of a ring (``grid.x``), each a ring of its own; the same number on all ranks."""
-    slots = -(-nbytes // (slot_vectors * VECTOR_BYTES))
-    return max(1, min(MAX_CHANNELS, limits.resident, slots))
-
-
-def direct_blocks(tiles: int, limits: Limits) -> int:
-    """The blocks of a oneshot, twoshot or exchange that meets (``grid.x``); ranks may differ."""
-    return max(1, min(limits.resident, tiles))
-
-
-def copy_blocks(tiles: int, limits: Limits) -> int:
-    """The blocks of a copy, or of a kernel that does not meet (``grid.x``)."""
-    return max(1, min(tiles, limits.multiprocessors * limits.blocks_per_multiprocessor))
-
-
-def choose(ranks: int, nbytes: int, staging_bytes: int) -> str:
-    """The algorithm of an allreduce that is expected to be fastest; the same on all ranks."""
-    if nbytes > staging_bytes:
-        return "ring"
-    # A one-shot reads the buffer of every rank. A two-shot reads a part of each, but its second meeting costs about as
-    # much as the transfer of this many bytes.
-    return "oneshot" if nbytes * ranks <= 1 << 20 else "twoshot"
+    return limits.blocks(min(MAX_CHANNELS, -(-nbytes // (slot_vectors * VECTOR_BYTES))))

@@ -1,28 +1,44 @@
-"""Launches of our kernels on one stream: copies of segments, and collectives over mapped memory.
+"""Our kernels on one device: compiled by NVRTC at the first use, cached on disk, and launched on one stream.
 
 A launch reads tables of segments, which the host writes to pinned memory and copies to the device. The tables of the
 last launches stay in slots that are reused in turn, each behind an event.
+
+NVRTC is called without CuPy, which would add ``-ftz=true``, which flushes denormals, and needs a device.
+
+The cache serves many workers that start at once, on a file system that several machines may share. A file is written
+under a temporary name and then renamed, and its name ends with a digest of its content. Kernels whose file cannot be
+read or written are compiled again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvstore_hvd import errors
+from kvstore_hvd import errors, log
 from kvstore_hvd.base.cores import Deadline
-from kvstore_hvd.errors import TransportError, message
+from kvstore_hvd.config import cache_folder
+from kvstore_hvd.errors import KVHvdError, LaunchError, TransportError, message
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.kernels import Segment
-from kvstore_hvd.gpu.module import Kernels
-from kvstore_hvd.gpu.runtime import close_all
+from kvstore_hvd.gpu.runtime import checked, close_all, cupy, nvrtc_library
 from kvstore_hvd.gpu.streams import DeviceMemory, Event, PinnedMemory, Stream
 from kvstore_hvd.native import ITEM_BYTES, OPS, DeviceOperation
 
+# Architectures for PTX, newest first: a driver compiles it for a device that this NVRTC does not know.
+_VIRTUAL = (120, 100, 90, 89, 86, 80, 75, 70)
+_INVALID_OPTION = 5  # NVRTC_ERROR_INVALID_OPTION
 # Places of the two words that host and kernels share, and bytes of their memory.
 _ABORT, _STATUS, _WORDS_BYTES = 0, 64, 128
 #: Seconds that the host waits longer than the kernels.
@@ -111,7 +127,7 @@ class Launcher:
         arguments["segments"], arguments["buffer"], arguments["n_segments"] = address, buffer, len(table)
         arguments["scale"] = arguments["scale32"] = scale
         arguments["into_buffer"] = into_buffer
-        blocks = kernels.copy_blocks(tiles, self._modules.limits(name, dtype))
+        blocks = self._modules.limits(name, dtype).blocks(tiles, meet=False)
         self._launch(name, dtype, blocks, (arguments,))
 
     def collective(
@@ -137,9 +153,8 @@ class Launcher:
         launch["postscale"] = launch["postscale32"] = operation.postscale
         launch["op"], launch["meet"] = OPS[operation.op], meet
         if not blocks:
-            count = kernels.direct_blocks if meet else kernels.copy_blocks
             fused = -(-nbytes // kernels.TILE_BYTES)
-            blocks = count(max(*tiles, fused), self._modules.limits(name, operation.dtype))
+            blocks = self._modules.limits(name, operation.dtype).blocks(max(*tiles, fused), meet)
         self._launch(name, operation.dtype, blocks, (np.uint64(world), launch), waits=meet and not self._is_shared)
 
     def _put(self, tables: Sequence[Any]) -> list[int]:
@@ -202,3 +217,154 @@ class Launcher:
         self._tables = None
         memories = self._host_tables, self._device_tables, self._worlds, self._words_memory
         close_all(*(event.close for event in self._events), *(memory.close for memory in memories))
+
+
+# -- Kernels, and their cache on disk ----------------------------------------------------------------------------------
+
+
+class Kernels:
+    """The kernels of one device, which every caller has made current."""
+
+    def __init__(self, capability: tuple[int, int], multiprocessors: int, sharers: int = 1) -> None:
+        self._architecture = capability[0] * 10 + capability[1]
+        self._multiprocessors, self._sharers = multiprocessors, sharers
+        self._modules: dict[str, Any] = {}
+        self._functions: dict[tuple[str, str], Any] = {}
+        self._limits: dict[tuple[str, str], kernels.Limits] = {}
+
+    def limits(self, name: str, dtype: str) -> kernels.Limits:
+        """What limits the blocks of a kernel here."""
+        if (name, dtype) not in self._limits:
+            function = self._function(name, dtype)
+            with checked(f"ask how many blocks of {name} fit"):
+                blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, kernels.THREADS, 0)
+            self._limits[name, dtype] = kernels.Limits(self._multiprocessors, int(blocks), self._sharers)
+        return self._limits[name, dtype]
+
+    def launch(
+        self,
+        name: str,
+        dtype: str,
+        blocks: int,
+        arguments: tuple[Any, ...],
+        stream: Stream,
+        waits: bool = False,
+        players: int = 1,
+    ) -> None:
+        """Enqueue a kernel."""
+        function, grid, threads = self._function(name, dtype), (blocks, players, 1), (kernels.THREADS, 1, 1)
+        with checked(f"launch {name}"):
+            function(grid, threads, arguments, stream=stream, enable_cooperative_groups=waits)
+
+    def _function(self, name: str, dtype: str) -> Any:
+        if (name, dtype) not in self._functions:
+            if dtype not in self._modules:
+                self._modules[dtype] = _load(dtype, self._architecture)
+            with checked(f"find the kernel {name}"):
+                self._functions[name, dtype] = self._modules[dtype].get_function(name).kernel
+        return self._functions[name, dtype]
+
+
+def compile_kernels(dtype: str, architecture: int) -> bytes:
+    """Compile the kernels of one element type: a CUBIN, or PTX for an architecture that this NVRTC does not know."""
+    nvrtc = nvrtc_library()
+    virtual = (f"compute_{known}" for known in _VIRTUAL if known <= architecture)
+    for target in (f"sm_{architecture}", *virtual):
+        program = nvrtc.createProgram(kernels.source(), "kvstore_hvd.cu", (), ())
+        try:
+            with same_locale():
+                nvrtc.compileProgram(program, (f"--gpu-architecture={target}", *kernels.options(dtype)))
+            made = (nvrtc.getCUBIN if target.startswith("sm_") else nvrtc.getPTX)(program)
+            return made.encode() if isinstance(made, str) else bytes(made)
+        except nvrtc.NVRTCError as error:
+            if error.status != _INVALID_OPTION:
+                lines = str(nvrtc.getProgramLog(program) or error).strip().splitlines()
+                fact, fix = "NVRTC cannot compile our kernels.", "report this, with the version of CuPy."
+                raise LaunchError(message(fact, details=lines[:10], fix=fix)) from None
+        finally:
+            nvrtc.destroyProgram(program)
+    version = ".".join(map(str, nvrtc.getVersion()))
+    fact = f"NVRTC {version} compiles nothing for a device of compute capability {architecture / 10:.1f}."
+    raise LaunchError(message(fact, fix="install the extra of a newer CUDA: gpu-cu12 or gpu-cu13."))
+
+
+def _load(dtype: str, architecture: int) -> Any:
+    nvrtc, library = nvrtc_library(), cupy()
+    parts = kernels.source(), kernels.options(dtype), architecture, library.__version__, nvrtc.getVersion()
+    key = _digest("\0".join(map(str, parts)).encode())
+
+    def make() -> bytes:
+        log.logger.info("compiling the kernels for %s, once on this machine", dtype)
+        return compile_kernels(dtype, architecture)
+
+    # The layout that the compiler chose must be that of our structures.
+    limits = kernels.MAX_RANKS, kernels.MAX_CHANNELS, kernels.SLOTS, kernels.TILE_BYTES, kernels.TILE_ELEMENTS
+    expected = [*kernels.STRUCTURES.values(), *limits]
+    with cached(key, make) as path, checked("load our kernels"):
+        module = library.RawModule(path=str(path))
+        module.compile()
+        sizes = library.zeros(len(expected), np.uint32)
+        module.get_function(kernels.SIZES_KERNEL)((1,), (1,), (sizes,))
+        found = [int(size) for size in sizes.get()]
+    if found != expected:
+        fact = f"the kernels were compiled with structures of {found} bytes, but {expected} are expected."
+        fix = "reinstall kvstore_hvd: its Python files and its kernels are of different versions."
+        raise KVHvdError(message(fact, fix=fix))
+    return module
+
+
+@contextlib.contextmanager
+def same_locale() -> Iterator[None]:
+    """Restore the thread's locale: NVRTC of CUDA 11 leaves "C", in which Python reads text files as ASCII."""
+    uselocale = ctypes.CDLL(None).uselocale
+    uselocale.argtypes, uselocale.restype = [ctypes.c_void_p], ctypes.c_void_p
+    before = uselocale(None)
+    try:
+        yield
+    finally:
+        uselocale(before)
+
+
+@contextlib.contextmanager
+def cached(key: str, make: Callable[[], bytes], folder: str = "") -> Iterator[Path]:
+    """A file with the result of `make`, of now or of an earlier start; it exists inside the context."""
+    place = Path(folder or cache_folder())
+    found = _find(place, key)
+    if found is not None:
+        yield found
+        return
+    content = make()
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        path = place / f"{key}-{_digest(content)}.bin"
+        number, name = tempfile.mkstemp(prefix=".", dir=place)
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(content)
+            os.replace(name, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(name)
+            raise
+    except OSError as error:
+        text = "compiled kernels cannot be kept in %s (%s): every start compiles them anew"
+        log.once("gpu-cache", logging.INFO, text, place, error.strerror)
+        with tempfile.NamedTemporaryFile(suffix=".bin") as other:
+            other.write(content)
+            other.flush()
+            yield Path(other.name)
+        return
+    yield path
+
+
+def _find(place: Path, key: str) -> Path | None:
+    with contextlib.suppress(OSError):
+        for path in sorted(place.glob(f"{key}-*.bin")):
+            if path.stem == f"{key}-{_digest(path.read_bytes())}":
+                return path
+            path.unlink()
+    return None
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib.metadata
 import threading
 import time
@@ -69,12 +70,6 @@ class Config(ctypes.Structure):
         ("net_name", ctypes.c_char_p),
         ("split_share", ctypes.c_int),
     )
-
-    @classmethod
-    def non_blocking(cls) -> Config:
-        """A communicator whose calls all return at once."""
-        undefined = dict.fromkeys(("cga_cluster_size", "min_ctas", "max_ctas", "split_share"), _UNDEFINED)
-        return cls(size=ctypes.sizeof(cls), magic=0xCAFEBEEF, version=OLDEST, blocking=0, net_name=None, **undefined)
 
 
 _P, _I, _Z = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
@@ -142,18 +137,9 @@ class NcclLibrary:
         return bytes(memoryview(made)).hex()
 
 
-_found: NcclLibrary | None = None
-
-
+@functools.lru_cache(maxsize=1)
 def library() -> NcclLibrary:
     """The NCCL of this process, found at the first call."""
-    global _found
-    if _found is None:
-        _found = _find()
-    return _found
-
-
-def _find() -> NcclLibrary:
     chosen = config().nccl_library
     reasons = []
     for path in [chosen] if chosen else _candidates():
@@ -203,8 +189,12 @@ class NcclCommunicator:
         self._over, self._to_abort = threading.Event(), ctypes.c_void_p()
         self._aborting = threading.Thread(target=self._abort_when_over, name="kvstore_hvd-nccl-abort", daemon=True)
         self._aborting.start()
-        arguments = UniqueId.from_buffer_copy(bytes.fromhex(unique_id)), rank, ctypes.byref(Config.non_blocking())
-        result = library.call("ncclCommInitRankConfig", ctypes.byref(self._handle), size, *arguments)
+        # No call blocks: each returns at once.
+        undefined = dict.fromkeys(("cga_cluster_size", "min_ctas", "max_ctas", "split_share"), _UNDEFINED)
+        settings = Config(size=ctypes.sizeof(Config), magic=0xCAFEBEEF, version=OLDEST, blocking=0, **undefined)
+        key = UniqueId.from_buffer_copy(bytes.fromhex(unique_id))
+        begin = "ncclCommInitRankConfig", ctypes.byref(self._handle), size, key, rank, ctypes.byref(settings)
+        result = library.call(*begin)
         try:
             if result not in (_SUCCESS, _IN_PROGRESS):
                 raise self._failure("the ranks cannot meet", result)
@@ -220,33 +210,43 @@ class NcclCommunicator:
     # -- Operations to enqueue -----------------------------------------------------------------------------------------
 
     def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, factor: float = 1.0) -> None:
-        """Reduce over all ranks into every `target`, which may be the `source`."""
-        with self._operation(op, dtype, factor) as code:
-            self._enqueue("ncclAllReduce", source, target, count, DTYPES[dtype], code, self._handle, self._stream)
+        """Reduce over all ranks into every `target`, which may be the `source`; `factor` multiplies the sources."""
+        if factor == 1.0:
+            self._enqueue("ncclAllReduce", source, target, count, DTYPES[dtype], OPS[op])
+            return
+        code, value = ctypes.c_int(), np.array([factor], PREMULTIPLIED[dtype])
+        arguments = value.ctypes.data, DTYPES[dtype], _HOST_IMMEDIATE, self._handle
+        self._call("ncclRedOpCreatePreMulSum", ctypes.byref(code), *arguments)
+        try:
+            self._enqueue("ncclAllReduce", source, target, count, DTYPES[dtype], code.value)
+        finally:
+            # Enqueued operations keep what they need of it.
+            with self._lock:
+                if self._handle:
+                    self._library.call("ncclRedOpDestroy", code, self._handle)
 
     def reduce(self, source: int, target: int, count: int, dtype: str, op: str, root: int) -> None:
         """As `allreduce`, but only `root` receives the result."""
-        self._enqueue("ncclReduce", source, target, count, DTYPES[dtype], OPS[op], root, self._handle, self._stream)
+        self._enqueue("ncclReduce", source, target, count, DTYPES[dtype], OPS[op], root)
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
         """Reduce ``count * size`` elements; rank r receives the r-th `count` of the result."""
-        self._enqueue("ncclReduceScatter", source, target, count, DTYPES[dtype], OPS[op], self._handle, self._stream)
+        self._enqueue("ncclReduceScatter", source, target, count, DTYPES[dtype], OPS[op])
 
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
         """Put `nbytes` bytes of every rank, in their order, into every `target`."""
-        self._enqueue("ncclAllGather", source, target, nbytes, DTYPES["uint8"], self._handle, self._stream)
+        self._enqueue("ncclAllGather", source, target, nbytes, DTYPES["uint8"])
 
     def broadcast(self, source: int, target: int, nbytes: int, root: int) -> None:
         """Copy `root`'s `source` to every `target`."""
-        self._enqueue("ncclBroadcast", source, target, nbytes, DTYPES["uint8"], root, self._handle, self._stream)
+        self._enqueue("ncclBroadcast", source, target, nbytes, DTYPES["uint8"], root)
 
     def send(self, source: int, nbytes: int, peer: int) -> None:
         """Send bytes to a rank that receives as many; in one `group` with the other ranks' operations."""
-        self._enqueue("ncclSend", source, nbytes, DTYPES["uint8"], peer, self._handle, self._stream)
+        self._enqueue("ncclSend", source, nbytes, DTYPES["uint8"], peer)
 
     def receive(self, target: int, nbytes: int, peer: int) -> None:
-        """The other end of `send`."""
-        self._enqueue("ncclRecv", target, nbytes, DTYPES["uint8"], peer, self._handle, self._stream)
+        self._enqueue("ncclRecv", target, nbytes, DTYPES["uint8"], peer)
 
     @contextlib.contextmanager
     def group(self) -> Iterator[None]:
@@ -297,24 +297,8 @@ class NcclCommunicator:
         if self._to_abort:
             self._library.call("ncclCommAbort", self._to_abort)
 
-    @contextlib.contextmanager
-    def _operation(self, op: str, dtype: str, factor: float) -> Iterator[int]:
-        if factor == 1.0:
-            yield OPS[op]
-            return
-        code, value = ctypes.c_int(), np.array([factor], PREMULTIPLIED[dtype])
-        arguments = value.ctypes.data, DTYPES[dtype], _HOST_IMMEDIATE, self._handle
-        self._call("ncclRedOpCreatePreMulSum", ctypes.byref(code), *arguments)
-        try:
-            yield code.value
-        finally:
-            # Enqueued operations keep what they need of it.
-            with self._lock:
-                if self._handle:
-                    self._library.call("ncclRedOpDestroy", code, self._handle)
-
     def _enqueue(self, name: str, *arguments: object) -> None:
-        self._call(name, *arguments)
+        self._call(name, *arguments, self._handle, self._stream)
         if not self._is_grouping:
             self._settle(name)
 

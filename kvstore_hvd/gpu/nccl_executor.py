@@ -24,14 +24,11 @@ from kvstore_hvd.gpu.executor import (
     Piece,
     Steps,
     buffer_bytes,
-    input_of,
-    inputs_of,
-    outputs_of,
     rounds,
+    segments,
 )
 from kvstore_hvd.gpu.kernels import Segment
-from kvstore_hvd.gpu.launcher import ENTRIES, Launcher
-from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.launcher import ENTRIES, Kernels, Launcher
 from kvstore_hvd.gpu.nccl import PREMULTIPLIED, NcclCommunicator, NcclLibrary
 from kvstore_hvd.gpu.ring_executor import RingExecutor
 from kvstore_hvd.gpu.runtime import Device, activate, close_all
@@ -84,6 +81,7 @@ class NcclExecutor(DeviceExecutor):
         except TransportError:
             self._nccl.abort()
             raise
+        self._closes += self._staging.close, self._launcher.close
         # The staging memory holds this worker's part, and behind it the gathered parts.
         self._part = 1 << (self._capacity // (size + 1)).bit_length() - 1
         self._gathered = self._staging.address + self._part
@@ -115,10 +113,10 @@ class NcclExecutor(DeviceExecutor):
         if direct:
             with self._nccl.group():
                 for request in direct:
-                    source, target = input_of(request), request.outputs[0]
+                    source, target = request.inputs[0], request.outputs[0]
                     self._nccl.allreduce(source, target, request.count, how.dtype, how.op, before)
             for request in direct:
-                self._spread(request)
+                self.copy_to_others(request)
         if packed:
             self._allreduce_packed(packed)
 
@@ -128,16 +126,15 @@ class NcclExecutor(DeviceExecutor):
             for request in batch:
                 if request.count:
                     # NCCL reads it on the root only.
-                    source = input_of(request) if self._rank == root else request.outputs[0]
+                    source = request.inputs[0] if self._rank == root else request.outputs[0]
                     self._nccl.broadcast(source, request.outputs[0], request.count * unit, root)
         for request in batch:
-            self._spread(request)
+            self.copy_to_others(request)
 
     def exchange(self, batch: Batch) -> None:
-        """Waits for the parts of all workers."""
         for request in batch:
             parts_of_all = self._parts_of_all(request)
-            source, target = input_of(request), request.outputs[0]
+            source, target = request.inputs[0], request.outputs[0]
             with self._nccl.group():
                 for rank, parts in enumerate(parts_of_all):
                     for giver, start, nbytes, _ in parts:
@@ -151,26 +148,21 @@ class NcclExecutor(DeviceExecutor):
                     self.stream.copy(target + place, source + start, nbytes)
 
     def reducescatter(self, batch: Batch) -> None:
-        """Waits for the parts of all workers."""
         how = batch[0]
         item = ITEM_BYTES[how.dtype]
         for request in batch:
-            parts = [each[0] if each else (0, 0, 0, 0) for each in self._parts_of_all(request)]
+            of_all = self._parts_of_all(request)
+            parts = [(rank, *each[0][1:]) if each else (rank, 0, 0, 0) for rank, each in enumerate(of_all)]
             even = request.count * item // self._size
             # Every rank takes as much, in their order, and together all.
-            is_even = all((part[1], part[2]) == (rank * even, even) for rank, part in enumerate(parts))
+            is_even = all((start, nbytes) == (rank * even, even) for rank, start, nbytes, _ in parts)
             if _must_gather(how):
                 self._scatter_gathered(request)
             elif how.prescale == how.postscale == 1.0 and is_even:
                 target = request.outputs[0] + parts[self._rank][3]
-                self._nccl.reduce_scatter(input_of(request), target, even // item, how.dtype, how.op)
+                self._nccl.reduce_scatter(request.inputs[0], target, even // item, how.dtype, how.op)
             else:
                 self._scatter_packed(request, parts)
-
-    def _spread(self, request: DeviceOperation) -> None:
-        first, *others = request.outputs
-        for other in others:
-            self.stream.copy(other, first, request.count * ITEM_BYTES[request.dtype])
 
     # -- Packed --------------------------------------------------------------------------------------------------------
 
@@ -182,31 +174,26 @@ class NcclExecutor(DeviceExecutor):
         buffer = self._staging.address
         most = ENTRIES // max(len(request.outputs) for request in batch)
         for pieces in rounds([request.count for request in batch], item, self._capacity, most):
-            self._launcher.copy(inputs_of(batch, pieces, unit, 1), buffer, True, dtype, packed, before)
+            inputs, outputs = segments(batch, pieces, unit, 1)
+            self._launcher.copy(inputs, buffer, True, dtype, packed, before)
             self._nccl.allreduce(buffer, buffer, buffer_bytes(pieces, item) // item, packed, op)
-            self._launcher.copy(outputs_of(batch, pieces, unit, 1), buffer, False, dtype, packed, after)
+            self._launcher.copy(outputs, buffer, False, dtype, packed, after)
 
-    def _scatter_packed(self, request: DeviceOperation, parts: Sequence[Sequence[int]]) -> None:
+    def _scatter_packed(self, request: DeviceOperation, parts: Sequence[tuple[int, int, int, int]]) -> None:
         dtype, unit = request.dtype, ITEM_BYTES[request.dtype]
         before, after = _factors(request)
         buffer = self._staging.address
-        for pieces in rounds([request.count], unit, self._capacity, 1):
-            self._launcher.copy(inputs_of([request], pieces, unit, 1), buffer, True, dtype, dtype, before)
-            (piece,) = pieces
-            own: list[tuple[int, int, int]] = []
+        for (piece,) in rounds([request.count], unit, self._capacity, 1):
+            self._launcher.copy(segments([request], [piece], unit, 1)[0], buffer, True, dtype, dtype, before)
+            found = list(piece.parts(parts, unit))
             with self._nccl.group():
-                for rank, (_, start, nbytes, place) in enumerate(parts):
-                    low = max(piece.start, start // unit)
-                    high = min(piece.start + piece.length, (start + nbytes) // unit)
-                    if low >= high:
-                        continue
-                    address = buffer + (low - piece.start) * unit
-                    self._nccl.reduce(address, address, high - low, dtype, request.op, rank)
-                    if rank == self._rank:
-                        own.append((request.outputs[0] + place + low * unit - start, address, high - low))
-            for target, address, count in own:
-                # Copies that convert begin at whole vectors, so each has a buffer of its own.
-                self._launcher.copy([Segment(target, 0, count)], address, False, dtype, dtype, after)
+                for rank, offset, nbytes, _ in found:
+                    self._nccl.reduce(buffer + offset, buffer + offset, nbytes // unit, dtype, request.op, rank)
+            for rank, offset, nbytes, place in found:
+                if rank == self._rank:
+                    # Copies that convert begin at whole vectors, so each has a buffer of its own.
+                    own = [Segment(request.outputs[0] + place, 0, nbytes // unit)]
+                    self._launcher.copy(own, buffer + offset, False, dtype, dtype, after)
 
     # -- Gathered ------------------------------------------------------------------------------------------------------
 
@@ -214,31 +201,24 @@ class NcclExecutor(DeviceExecutor):
         unit = ITEM_BYTES[batch[0].dtype]
         most = ENTRIES // max(len(request.outputs) for request in batch)
         for pieces in rounds([request.count for request in batch], unit, self._part, most):
-            self._reduce_gathered(batch[0], self._gather(batch, pieces), outputs_of(batch, pieces, unit, unit))
+            self._reduce_gathered(batch[0], self._gather(batch, pieces), segments(batch, pieces, unit, unit)[1])
 
     def _scatter_gathered(self, request: DeviceOperation) -> None:
         unit = ITEM_BYTES[request.dtype]
         for pieces in rounds([request.count], unit, self._part, 1):
-            (piece,) = pieces
             world = self._gather([request], pieces)
-            for _, start, nbytes, place in request.parts:
-                low = max(piece.start * unit, start)
-                high = min((piece.start + piece.length) * unit, start + nbytes)
-                if low >= high:
-                    continue
-                offset = low - piece.start * unit
+            for _, offset, nbytes, place in pieces[0].parts(request.parts, unit):
                 head = offset % ALIGNMENT
                 # Kernels begin at whole vectors: the bytes before the part go, with it, to this worker's own part of
                 # the staging memory, which has been gathered.
-                beside = Segment(self._staging.address, offset - head, high - low + head)
+                beside = Segment(self._staging.address, offset - head, nbytes + head)
                 self._reduce_gathered(request, world, [beside])
-                target = request.outputs[0] + place + low - start
-                self.stream.copy(target, self._staging.address + head, high - low)
+                self.stream.copy(request.outputs[0] + place, self._staging.address + head, nbytes)
 
     def _gather(self, batch: Batch, pieces: Sequence[Piece]) -> int:
         """Gather all workers' pieces; returns the world whose staging memory they are."""
         unit = ITEM_BYTES[batch[0].dtype]
-        inputs = inputs_of(batch, pieces, unit, 1)
+        inputs, _ = segments(batch, pieces, unit, 1)
         self._launcher.copy(inputs, self._staging.address, True, batch[0].dtype)
         # A few distances serve all sizes, so that few worlds are written to the device.
         nbytes = min(self._part, max(512, 1 << (buffer_bytes(pieces, unit) - 1).bit_length()))
@@ -256,14 +236,13 @@ class NcclExecutor(DeviceExecutor):
     # -- Parts of the other workers ------------------------------------------------------------------------------------
 
     def _parts_of_all(self, request: DeviceOperation) -> list[list[tuple[int, int, int, int]]]:
-        """Every worker's parts of a request, which only the worker itself knows."""
+        """Every worker's parts of a request, which only the worker itself knows; waits for all workers."""
         room = self._size
         while True:
             rows = np.zeros((room + 1, 4), np.int64)
             rows[0, 0] = len(request.parts)
-            known = min(room, len(request.parts))
-            if known:
-                rows[1 : known + 1] = list(request.parts)[:known]
+            for row, part in zip(rows[1:], request.parts):
+                row[:] = part
             all_rows = self._all_rows(rows)
             most = int(all_rows[:, 0, 0].max())
             if most <= room:
@@ -277,6 +256,7 @@ class NcclExecutor(DeviceExecutor):
             # The previous buffers are idle.
             close_all(*(memory.close for memory in self._rows or ()))
             self._rows = PinnedMemory(nbytes * (self._size + 1)), DeviceMemory(nbytes * (self._size + 1))
+            self._closes += (memory.close for memory in self._rows)
         host, device = self._rows
         view = host.view(np.int64)
         view[: rows.size] = rows.ravel()
@@ -292,13 +272,13 @@ class NcclExecutor(DeviceExecutor):
 
     def check(self) -> None:
         self._nccl.check()
-        self._launcher.check()
+        super().check()
 
     def abort(self) -> None:
         if self.small is not None:
             self.small.abort()
         self._nccl.abort()
-        self._launcher.abort()
+        super().abort()
 
     def close(self) -> None:
         if self.small is not None:
@@ -306,10 +286,6 @@ class NcclExecutor(DeviceExecutor):
         activate(self.ordinal)
         self._nccl.close()
         super().close()
-
-    def release(self) -> None:
-        rows = (memory.close for memory in self._rows or ())
-        close_all(self._launcher.close, self._staging.close, *rows, self.stream.close)
 
 
 def _must_gather(how: DeviceOperation) -> bool:

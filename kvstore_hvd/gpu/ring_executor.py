@@ -17,22 +17,19 @@ from kvstore_hvd.gpu.executor import (
     ALIGNMENT,
     Batch,
     DeviceExecutor,
-    Piece,
     buffer_bytes,
-    input_of,
-    inputs_of,
-    outputs_of,
     rounds,
+    segments,
 )
 from kvstore_hvd.gpu.kernels import Segment
-from kvstore_hvd.gpu.launcher import ENTRIES, GRACE_S, Launcher
-from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.launcher import ENTRIES, GRACE_S, Kernels, Launcher
 from kvstore_hvd.gpu.runtime import Device, close_all, shared
 from kvstore_hvd.gpu.streams import DeviceMemory, PeerMemory, Stream
 from kvstore_hvd.native import ITEM_BYTES, DeviceOperation
 
 _LINE = 128
 _SLOT_VECTORS = 2048  # of a ring's slot: 32 KiB
+_ONESHOT_BYTES = 1 << 20  # of all ranks' buffers together
 
 
 class RingExecutor(DeviceExecutor):
@@ -53,7 +50,6 @@ class RingExecutor(DeviceExecutor):
             raise LaunchError(message(fact, fix="start fewer, or give each its own GPU and install NCCL."))
         # The kernels end at their own limit first, with an error that names both ranks.
         super().__init__(ordinal, timeout_s + GRACE_S, stream)
-        self._closes = [self.stream.close] if stream is None else []
         self._rank, self._size = rank, len(devices)
         self._is_shared = bool(shared(devices))
         self._half = staging_bytes // 2 // _LINE * _LINE
@@ -80,13 +76,12 @@ class RingExecutor(DeviceExecutor):
         # One rank's failure is that of all ranks.
         for other, text in enumerate(share(fault)):
             if text:
-                self.release()
+                close_all(*reversed(self._closes))
                 raise LaunchError(message(f"rank {other} cannot use memory of the GPUs together.", details=[text]))
 
     def _map_memory(self, nbytes: int, share: Callable[[str], list[str]]) -> list[int]:
         """The addresses of all ranks' memory in this process."""
         own: dict[str, Any] = {"bytes": self._half}
-        memory: DeviceMemory | None = None
         try:
             memory = DeviceMemory(nbytes)
             self._closes.append(memory.close)
@@ -102,10 +97,9 @@ class RingExecutor(DeviceExecutor):
             fact = f"the workers have {amounts} MiB of staging memory on their GPUs."
             raise LaunchError(message(fact, fix="set KVHVD_GPU_STAGING_MIB alike on all workers."))
         bases = []
-        for rank, other in enumerate(everyone):
-            mapped = memory if memory is not None and rank == self._rank else PeerMemory(other["memory"])
-            if mapped is not memory:
-                self._closes.append(mapped.close)
+        for other in everyone:
+            mapped = PeerMemory(other["memory"])
+            self._closes.append(mapped.close)
             bases.append(mapped.address)
         return bases
 
@@ -118,7 +112,7 @@ class RingExecutor(DeviceExecutor):
             # A copy keeps all bits; a kernel would change those of a NaN.
             for request in batch:
                 for output in request.outputs:
-                    self.stream.copy(output, input_of(request), request.count * item)
+                    self.stream.copy(output, request.inputs[0], request.count * item)
             return
         if self._size > 1 and len(batch) == 1 and first.count * item > self._half and not self._is_shared:
             self._ring(first)
@@ -126,22 +120,21 @@ class RingExecutor(DeviceExecutor):
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count for request in batch], item, self._half, most):
             nbytes = buffer_bytes(pieces, item)
-            way = kernels.choose(self._size, nbytes, self._half)
+            # A one-shot reads the buffer of every rank. A two-shot reads a part of each, but its second meeting costs
+            # about as much as the transfer of `_ONESHOT_BYTES`.
+            way = "oneshot" if nbytes * self._size <= _ONESHOT_BYTES else "twoshot"
             name = kernels.allreduce_kernel(way, first.dtype, first.op, as_half=first.as_half, ranks=self._size)
-            inputs, outputs = inputs_of(batch, pieces, item, item), outputs_of(batch, pieces, item, item)
-            self._launch(name, first, inputs, outputs, nbytes)
+            self._launch(name, first, *segments(batch, pieces, item, item), nbytes)
 
     def broadcast(self, batch: Batch) -> None:
         root, unit = batch[0].root, ITEM_BYTES[batch[0].dtype]
         most = ENTRIES // (1 + max(len(request.outputs) for request in batch))
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, most):
-            inputs = inputs_of(batch, pieces, 1, 1) if self._rank == root else []
+            inputs, outputs = segments(batch, pieces, 1, 1)
+            if self._rank != root:
+                inputs = []
             sources = {segment.pointer for segment in inputs}
-            outputs = [
-                segment._replace(rank=root)
-                for segment in outputs_of(batch, pieces, 1, 1)
-                if segment.pointer not in sources
-            ]
+            outputs = [segment._replace(rank=root) for segment in outputs if segment.pointer not in sources]
             self._launch(kernels.EXCHANGE_KERNEL, batch[0], inputs, outputs, buffer_bytes(pieces, 1))
 
     def exchange(self, batch: Batch) -> None:
@@ -154,12 +147,9 @@ class RingExecutor(DeviceExecutor):
                 request = batch[piece.request]
                 own = min(request.contributed * unit, piece.start + piece.length) - piece.start
                 if own > 0:
-                    inputs.append(Segment(input_of(request) + piece.start, piece.offset, own))
-                for rank, start, nbytes, place in request.parts:
-                    low, high = _overlap(piece, start, nbytes)
-                    if low < high:
-                        target = request.outputs[0] + place + low - start
-                        outputs.append(Segment(target, piece.offset + low - piece.start, high - low, rank))
+                    inputs.append(Segment(request.inputs[0] + piece.start, piece.offset, own))
+                for rank, offset, nbytes, place in piece.parts(request.parts):
+                    outputs.append(Segment(request.outputs[0] + place, offset, nbytes, rank))
             self._launch(kernels.EXCHANGE_KERNEL, batch[0], inputs, outputs, buffer_bytes(pieces, 1))
 
     def reducescatter(self, batch: Batch) -> None:
@@ -168,22 +158,17 @@ class RingExecutor(DeviceExecutor):
         for pieces in rounds([request.count * unit for request in batch], 1, self._half, ENTRIES // 2):
             outputs, copies = [], []
             for piece in pieces:
-                for _, start, nbytes, place in batch[piece.request].parts:
-                    low, high = _overlap(piece, start, nbytes)
-                    if low >= high:
-                        continue
-                    target = batch[piece.request].outputs[0] + place + low - start
-                    offset, size = piece.offset + low - piece.start, high - low
-                    head = offset % ALIGNMENT
+                for _, offset, nbytes, place in piece.parts(batch[piece.request].parts):
+                    target, head = batch[piece.request].outputs[0] + place, offset % ALIGNMENT
                     if head:
                         # Kernels begin at whole vectors, so bytes before the part are reduced, too. The result goes to
                         # the half of the staging memory that no rank reads any more when the ranks have met.
                         beside = self._staging + self._half * self._flip + offset - head
-                        outputs.append(Segment(beside, offset - head, size + head))
-                        copies.append((target, beside + head, size))
+                        outputs.append(Segment(beside, offset - head, nbytes + head))
+                        copies.append((target, beside + head, nbytes))
                     else:
-                        outputs.append(Segment(target, offset, size))
-            self._launch(name, first, inputs_of(batch, pieces, 1, 1), outputs, buffer_bytes(pieces, 1))
+                        outputs.append(Segment(target, offset, nbytes))
+            self._launch(name, first, segments(batch, pieces, 1, 1)[0], outputs, buffer_bytes(pieces, 1))
             for copy in copies:
                 self.stream.copy(*copy)
 
@@ -197,26 +182,7 @@ class RingExecutor(DeviceExecutor):
     def _ring(self, request: DeviceOperation) -> None:
         nbytes = request.count * ITEM_BYTES[request.dtype]
         name = kernels.allreduce_kernel("ring", request.dtype, request.op, as_half=request.as_half)
-        first, *others = request.outputs
         blocks = kernels.ring_channels(nbytes, _SLOT_VECTORS, self._ring_limits)
-        inputs, outputs = [Segment(input_of(request), 0, nbytes)], [Segment(first, 0, nbytes)]
+        inputs, outputs = [Segment(request.inputs[0], 0, nbytes)], [Segment(request.outputs[0], 0, nbytes)]
         self._launcher.collective(name, self._world, request, inputs, outputs, nbytes, blocks=blocks)
-        for other in others:
-            self.stream.copy(other, first, nbytes)
-
-    # -- End -----------------------------------------------------------------------------------------------------------
-
-    def check(self) -> None:
-        self._launcher.check()
-
-    def abort(self) -> None:
-        # Every kernel that waits looks at the abort word.
-        self._launcher.abort()
-
-    def release(self) -> None:
-        close_all(*reversed(self._closes))
-
-
-def _overlap(piece: Piece, start: int, nbytes: int) -> tuple[int, int]:
-    """The bytes of a piece that are among `nbytes` from `start` on."""
-    return max(piece.start, start), min(piece.start + piece.length, start + nbytes)
+        self.copy_to_others(request)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import json
@@ -24,20 +25,10 @@ from kvstore_hvd.errors import LaunchError, TransportError, message
 EXTRAS = {11: "gpu-cu11", 12: "gpu-cu12", 13: "gpu-cu13"}
 # Wheel with NVRTC for each major version of CUDA.
 _COMPILERS = {11: "nvidia-cuda-nvrtc-cu11", 12: "nvidia-cuda-nvrtc-cu12", 13: "nvidia-cuda-nvrtc"}
-# Major versions of CuPy: the oldest, and the first that is too new.
-_OLDEST_CUPY, _BEYOND_CUPY = (13,), (15,)
+# Major versions of CuPy.
+_CUPY = ("13", "14")
 # The oldest compute capability: our kernels order memory by acquire and release.
 _OLDEST_CAPABILITY = (7, 0)
-
-_cupy: Any = None
-
-
-def cupy() -> Any:
-    """The CuPy module, after a check that it works with this machine's driver."""
-    global _cupy
-    if _cupy is None:
-        _cupy = _import()
-    return _cupy
 
 
 @contextlib.contextmanager
@@ -96,9 +87,8 @@ def device_uuid(ordinal: int) -> str:
     device, raw = ctypes.c_int(), (ctypes.c_ubyte * 16)()
     get = getattr(library, "cuDeviceGetUuid_v2", None) or library.cuDeviceGetUuid
     if library.cuInit(0) or library.cuDeviceGet(ctypes.byref(device), ordinal) or get(raw, device):
-        raise TransportError(
-            message(f"the driver does not tell the UUID of GPU {ordinal}.", fix="see whether nvidia-smi -L works.")
-        )
+        fact = f"the driver does not tell the UUID of GPU {ordinal}."
+        raise TransportError(message(fact, fix="see whether nvidia-smi -L works."))
     return bytes(raw).hex()
 
 
@@ -107,15 +97,14 @@ def version_text(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _import() -> Any:
+@functools.lru_cache(maxsize=1)
+def cupy() -> Any:
+    """The CuPy module, after a check that it works with this machine's driver."""
     driver = driver_version()
     if driver is None:
-        raise LaunchError(
-            message(
-                "this array is on a GPU, but this process finds no driver for one (libcuda.so.1).",
-                fix="install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all).",
-            )
-        )
+        fact = "this array is on a GPU, but this process finds no driver for one (libcuda.so.1)."
+        fix = "install NVIDIA's driver, or start the container with its GPUs (docker run --gpus all)."
+        raise LaunchError(message(fact, fix=fix))
     major = max((known for known in EXTRAS if known <= driver // 1000), default=min(EXTRAS))
     install = f"pip install 'kvstore-hvd[{EXTRAS[major]}]' (this driver serves CUDA up to {version_text(driver)})"
     _preload_compiler()
@@ -125,8 +114,7 @@ def _import() -> Any:
         missing = isinstance(error, ModuleNotFoundError) and error.name == "cupy"
         fact = "arrays on GPUs need CuPy, which is not installed." if missing else f"CuPy cannot be imported: {error}."
         raise LaunchError(message(fact, fix=f"{install}.")) from error
-    numbers = tuple(int(part) for part in str(module.__version__).split(".")[:1] if part.isdigit())
-    if not _OLDEST_CUPY <= numbers < _BEYOND_CUPY:
+    if str(module.__version__).partition(".")[0] not in _CUPY:
         text = "CuPy %s has not been tried with this version of kvstore_hvd, which asks for 13 or 14"
         log.once("cupy-version", logging.WARNING, text, module.__version__)
     if getattr(module.cuda.runtime, "is_hip", False):
@@ -159,10 +147,8 @@ def _preload_compiler() -> None:
             continue
         for file in files:
             if file.name.startswith("libnvrtc.so."):
-                try:
+                with contextlib.suppress(OSError):
                     ctypes.CDLL(str(file.locate()))
-                except OSError as error:
-                    log.logger.debug("NVRTC of %s cannot be loaded: %s", wheel, error)
 
 
 # -- Devices -----------------------------------------------------------------------------------------------------------
@@ -194,23 +180,15 @@ class Device:
         name = name.decode() if isinstance(name, bytes) else str(name)
         major, minor = capability = int(properties["major"]), int(properties["minor"])
         if capability < _OLDEST_CAPABILITY:
-            oldest = ".".join(map(str, _OLDEST_CAPABILITY))
-            raise LaunchError(
-                message(
-                    f"{name} (compute capability {major}.{minor}) is too old: {oldest} (Volta) is the oldest that is "
-                    "served.",
-                    fix="train on the CPU of this machine, or on newer GPUs.",
-                )
-            )
+            fact = f"{name} (compute capability {major}.{minor}) is too old: 7.0 (Volta) is the oldest that is served."
+            raise LaunchError(message(fact, fix="train on the CPU of this machine, or on newer GPUs."))
         return cls(device_uuid(ordinal), name, host, capability, int(properties["multiProcessorCount"]), nccl)
 
     def to_text(self) -> str:
-        """For the other workers."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Device:
-        """The inverse of `to_text`."""
         fields = json.loads(text)
         fields["capability"] = tuple(fields["capability"])
         return cls(**fields)

@@ -10,14 +10,13 @@ their batches in the same order, and the engine matches the n-th request of a na
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from kvstore_hvd import errors, native
 from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.errors import message
-from kvstore_hvd.gpu.executor import Batch, Executor, Steps, input_of
-from kvstore_hvd.gpu.runtime import activate, close_all
+from kvstore_hvd.gpu.executor import Batch, Executor, Steps
+from kvstore_hvd.gpu.runtime import activate
 from kvstore_hvd.gpu.streams import Event, PinnedMemory
 from kvstore_hvd.native import ITEM_BYTES, DeviceOperation
 
@@ -32,7 +31,6 @@ class StagedExecutor(Executor):
         super().__init__(ordinal, timeout_s)
         self._engine, self._rank = engine, rank
         self._free: dict[int, list[PinnedMemory]] = {}
-        self._all: list[PinnedMemory] = []
 
     def start(self, collective: str, batch: Batch) -> Steps:
         activate(self.ordinal)
@@ -42,20 +40,17 @@ class StagedExecutor(Executor):
     def abort(self) -> None:
         """Nothing: only copies are enqueued, and the engine ends its operations itself."""
 
-    def release(self) -> None:
-        close_all(*(memory.close for memory in self._all), self.stream.close)
-
     def _stage(self, collective: str, request: DeviceOperation, name: str) -> _Stage:
         unit = ITEM_BYTES[request.dtype]
         whole = request.count * unit
         read = request.contributed * unit if collective == "exchange" else whole
-        # Bytes of the output up to the end of this worker's last part of an exchange or a reduce-scatter.
-        written = max((place + nbytes for *_, nbytes, place in request.parts), default=0) if request.parts else whole
-        apart = collective in ("exchange", "reducescatter")
-        source = self._take(read)
-        target = self._take(written) if apart else source
+        source = target = self._take(read)
+        ranges = [(0, whole)]
+        if collective in ("exchange", "reducescatter"):
+            ranges = [(place, nbytes) for *_, nbytes, place in request.parts]
+            target = self._take(max((start + nbytes for start, nbytes in ranges), default=whole))
         if collective != "broadcast" or self._rank == request.root:
-            self.stream.copy(source.address, input_of(request), read)
+            self.stream.copy(source.address, request.inputs[0], read)
         made = native.Request(
             collective,
             name,
@@ -73,32 +68,29 @@ class StagedExecutor(Executor):
             contributed=request.contributed,
             as_half=request.as_half,
         )
-        ranges = [(place, nbytes) for *_, nbytes, place in request.parts] if apart else [(0, whole)]
-        return _Stage(made, request.outputs, target.address, ranges, [source, *([target] if apart else [])])
+        return _Stage(made, request.outputs, target.address, ranges, {source, target})
 
     def _take(self, nbytes: int) -> PinnedMemory:
         size = max(_SMALLEST, 1 << max(0, nbytes - 1).bit_length())
         free = self._free.setdefault(size, [])
         if free:
             return free.pop()
-        self._all.append(PinnedMemory(size))
-        return self._all[-1]
+        memory = PinnedMemory(size)
+        self._closes.append(memory.close)
+        return memory
 
     def _steps(self, stages: Sequence[_Stage], copied: Event) -> Steps:
         yield from self._wait(copied)
-        for stage in stages:
-            stage.work = self._engine.submit(stage.request)
-        waiting, failure = stages, None
-        while waiting and failure is None:
-            ended = [stage for stage in waiting if stage.work.done]
-            for stage in ended:
-                failure = stage.work.error or failure
-                for output in stage.outputs if failure is None else ():
-                    for start, nbytes in stage.ranges:
-                        self.stream.copy(output + start, stage.result + start, nbytes)
-            waiting = [stage for stage in waiting if stage not in ended]
-            if waiting and failure is None:
+        failure = None
+        for stage, work in [(stage, self._engine.submit(stage.request)) for stage in stages]:
+            while not work.done:
                 yield
+            failure = work.error
+            if failure is not None:
+                break
+            for output in stage.outputs:
+                for start, nbytes in stage.ranges:
+                    self.stream.copy(output + start, stage.result + start, nbytes)
         # The error waits for the copies, which write to the arrays.
         yield from self._wait(Event().record(self.stream))
         if failure is not None:
@@ -118,13 +110,9 @@ class StagedExecutor(Executor):
         event.close()
 
 
-@dataclass(eq=False)
-class _Stage:
-    """A request on its way."""
-
+class _Stage(NamedTuple):
     request: native.Request
     outputs: Sequence[int]
     result: int  # address in pinned memory
     ranges: list[tuple[int, int]]  # start and bytes of the parts of the result
-    memories: list[PinnedMemory]
-    work: Any = None
+    memories: set[PinnedMemory]

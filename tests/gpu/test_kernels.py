@@ -9,8 +9,7 @@ from kvstore_hvd import native
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.executor import buffer_bytes, rounds
 from kvstore_hvd.gpu.kernels import Segment
-from kvstore_hvd.gpu.launcher import Launcher
-from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.launcher import Kernels, Launcher
 from kvstore_hvd.gpu.runtime import cupy
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.native import ITEM_BYTES

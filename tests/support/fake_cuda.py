@@ -277,9 +277,10 @@ def fake_cuda() -> Iterator[FakeCuda]:
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("XDG_CACHE_HOME", folder)
         patch.setitem(sys.modules, "cupy", _module(machine))
-        patch.setattr(runtime, "_cupy", None)
+        runtime.cupy.cache_clear()
         patch.setattr(runtime, "driver_version", lambda: 13000)
         patch.setattr(runtime, "device_uuid", lambda ordinal: machine.devices[ordinal].uuid.hex())
         yield machine
         for stream in (*machine.streams.values(), *machine._default.values()):
             stream.push(None)
+        runtime.cupy.cache_clear()

@@ -27,9 +27,6 @@ class HostExecutor(Executor):
         return True  # nothing is enqueued on a device
 
     def close(self) -> None:
-        self.release()
-
-    def release(self) -> None:
         self.is_closed = True
 
     def start(self, collective: str, batch: Batch) -> Steps:

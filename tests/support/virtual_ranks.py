@@ -10,7 +10,7 @@ import numpy as np
 from kvstore_hvd import native
 from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.kernels import Segment
-from kvstore_hvd.gpu.module import Kernels
+from kvstore_hvd.gpu.launcher import Kernels
 from kvstore_hvd.gpu.runtime import Device, cupy
 from kvstore_hvd.gpu.streams import DeviceMemory, Event, PinnedMemory, Stream
 
@@ -98,7 +98,7 @@ class VirtualRanks:
             blocks = kernels.ring_channels(nbytes, self.slot_vectors, limits)
         elif not blocks:
             tiles = [kernels.table(table, kernels.TILE_BYTES)[1] for table in (*inputs, *outputs)]
-            blocks = kernels.direct_blocks(max(*tiles, -(-nbytes // kernels.TILE_BYTES)), limits)
+            blocks = limits.blocks(max(*tiles, -(-nbytes // kernels.TILE_BYTES)))
         arguments = np.uint64(self._worlds), launch
         self.modules.launch(name, reduction.dtype, blocks, arguments, self.stream, waits=True, players=self.size)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_hvd.gpu import kernels
-from kvstore_hvd.gpu.module import same_locale
+from kvstore_hvd.gpu.launcher import same_locale
 
 
 def libraries():

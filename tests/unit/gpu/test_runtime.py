@@ -11,7 +11,7 @@ import pytest
 
 from kvstore_hvd import config
 from kvstore_hvd.errors import ConfigError, LaunchError
-from kvstore_hvd.gpu import kernels, module, nccl, runtime
+from kvstore_hvd.gpu import kernels, launcher, nccl, runtime
 from kvstore_hvd.gpu.nccl import Config, UniqueId
 from kvstore_hvd.gpu.runtime import Device, shared
 from kvstore_hvd.world.gpus import choose_path
@@ -47,7 +47,7 @@ def stand_in(error=""):
     ],
 )
 def test_what_is_missing_is_said(monkeypatch, driver, module, text):
-    monkeypatch.setattr(runtime, "_cupy", None)
+    runtime.cupy.cache_clear()
     monkeypatch.setattr(runtime, "driver_version", lambda: driver)
     monkeypatch.setitem(sys.modules, "cupy", module)
     with pytest.raises(LaunchError, match=text):
@@ -97,8 +97,9 @@ def test_sizes_and_launches_fit_the_device():
     # tests/native/cuda/test_gpu_copies.cpp has the same numbers, as the C++ compiler sees them.
     assert kernels.STRUCTURES == {"Segment": 32, "World": 416, "Launch": 80, "Copy": 40, "Control": 27136}
     limits = kernels.Limits(132, 2, sharers=8)
-    assert limits.resident == kernels.direct_blocks(1000, limits) == 33
-    assert kernels.direct_blocks(0, limits) == kernels.Limits(1, 1, sharers=4).resident == 1
+    assert limits.blocks(1000) == 33
+    assert limits.blocks(1000, meet=False) == 264
+    assert limits.blocks(0) == kernels.Limits(1, 1, sharers=4).blocks(9) == 1
     assert kernels.ring_channels(1 << 30, 2048, limits) == 33
     assert kernels.ring_channels(1 << 30, 2048, kernels.Limits(132, 2)) == kernels.MAX_CHANNELS
     assert kernels.ring_channels(100, 2048, limits) == 1
@@ -107,14 +108,14 @@ def test_sizes_and_launches_fit_the_device():
 @pytest.mark.parametrize("damage", [None, b"", b"conten", b"other content"])
 def test_what_is_kept_is_made_again_only_where_it_is_damaged(tmp_path, damage):
     make = Mock(return_value=b"content")
-    with module.cached("key", make, str(tmp_path)) as path:
+    with launcher.cached("key", make, str(tmp_path)) as path:
         if damage is not None:
             path.write_bytes(damage)
-    with module.cached("key", make, str(tmp_path)) as path:
+    with launcher.cached("key", make, str(tmp_path)) as path:
         assert path.read_bytes() == b"content"
     assert make.call_count == (1 if damage is None else 2)
     assert len(list(tmp_path.iterdir())) == 1
-    with module.cached("key", make, str(path / "below")) as other:  # a folder that cannot be written
+    with launcher.cached("key", make, str(path / "below")) as other:  # a folder that cannot be written
         assert other.read_bytes() == b"content"
     assert not other.exists()
 
@@ -123,7 +124,7 @@ def test_a_library_that_is_no_nccl_is_refused(monkeypatch):
     assert ctypes.sizeof(UniqueId) == 128  # as nccl.h has them
     assert ctypes.sizeof(Config) == 8 + 6 * 4 + 8 + 4 + 4
     assert (Config.blocking.offset, Config.net_name.offset, Config.split_share.offset) == (16, 32, 40)
-    monkeypatch.setattr(nccl, "_found", None)
+    nccl.library.cache_clear()
     try:
         for path, why in (("/nowhere/libnccl.so.2", "No such file"), ("libc.so.6", "is too old, or not NCCL")):
             monkeypatch.setenv("KVHVD_NCCL_LIBRARY", path)
