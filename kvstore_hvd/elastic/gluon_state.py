@@ -6,61 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.elastic.arrays import ParametersHandler, drain
-from kvstore_hvd.elastic.handlers import StagedHandler, StateHandler, is_sampler, raise_on_all
-from kvstore_hvd.elastic.state import ObjectState
+from kvstore_hvd.elastic.handlers import ParametersHandler, SamplerHandler, StagedHandler, StateHandler, drain
+from kvstore_hvd.elastic.state import ObjectState, is_sampler
 from kvstore_hvd.elastic.trainers import TrainerHandler
 from kvstore_hvd.errors import InvalidRequestError, message
-from kvstore_hvd.mxnet.functions import broadcast_object
-from kvstore_hvd.world import process
 
 Maker = Callable[[Any], StateHandler]
 Registry = list[tuple[type, Maker]]
-
-
-class _SamplerHandler(StagedHandler):
-    # Workers take their steps together, so rank 0 knows the samples that all have processed. Its sampler goes with its
-    # parameters: other workers may have committed one step more or less.
-
-    def __init__(self, value: Any) -> None:
-        self._saved: tuple[dict[str, Any], dict[str, Any]] = ({}, {})  # settings, state
-        self._spare = self._saved
-        super().__init__(value)
-
-    def stage(self) -> None:
-        self._spare = self._settings(), self.value.state_dict()
-
-    def receive(self) -> None:
-        self.stage()
-        world = process.current().member
-        if not world.is_alone:
-            content = broadcast_object(self._spare)
-            with world.submitting():
-                raise_on_all(world, self.misfit(content))
-            self._spare = content
-
-    def content(self) -> Any:
-        return self._saved
-
-    def misfit(self, content: Any) -> str:
-        here, there = self._settings(), content[0]
-        faults = [f"{name}={here[name]} here, but {there[name]} there" for name in here if here[name] != there[name]]
-        return f"the sampler has {', '.join(faults)}." if faults else ""
-
-    def take(self, content: Any) -> None:
-        self._spare = content
-
-    def adopt(self) -> None:
-        self._saved = self._spare
-
-    def restore(self) -> None:
-        self.value.load_state_dict(self._saved[1])
-
-    def reset(self) -> None:
-        self.value.reset()
-
-    def _settings(self) -> dict[str, Any]:
-        return {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
 
 
 class _Kind(type):
@@ -76,7 +28,7 @@ _registry: Registry = [
     (_Kind("Block", (), {"asks": mxnet_compat.is_block}), ParametersHandler),
     (_Kind("Parameters", (), {"asks": mxnet_compat.is_parameters}), ParametersHandler),
     (_Kind("Trainer", (), {"asks": mxnet_compat.is_trainer}), TrainerHandler),
-    (_Kind("ElasticSampler", (), {"asks": is_sampler}), _SamplerHandler),
+    (_Kind("ElasticSampler", (), {"asks": is_sampler}), SamplerHandler),
 ]
 
 
@@ -210,20 +162,19 @@ class GluonState(ObjectState):
 
     def __setattr__(self, name: str, value: Any) -> None:
         handlers = vars(self).get("_handlers", {})
+        make = _maker_for(value)
         if name in handlers:
             before = handlers[name].value
-            if _maker_for(value) is not _maker_for(before):
+            if make is not _maker_for(before):
                 fact = f"{type(value).__name__} cannot take the place of {type(before).__name__}."
                 fix = "assign something of the same kind, or make another state."
                 raise InvalidRequestError(message(fact, operation="state", name=name, fix=fix))
             handlers[name].set_value(value)
             self._add_left_out()
-        elif name in vars(self).get("_saved_state", {}):
-            make = _maker_for(value)
-            if make is not None:
-                handlers[name] = make(value)
-                del self._saved_state[name]
-                self._add_left_out()
+        elif make is not None and name in vars(self).get("_saved_state", {}):
+            handlers[name] = make(value)
+            del self._saved_state[name]
+            self._add_left_out()
         super().__setattr__(name, value)
 
     def _by_name(self) -> tuple[list[StagedHandler], list[StateHandler]]:

@@ -1,28 +1,38 @@
-"""How a part of a state is saved, restored and synchronised; copies of Python objects."""
+"""How the parts of a state are saved, restored and synchronised: parameters and samplers here, Trainers in trainers.py.
+
+The values of all arrays of a handler lie side by side in memory of this process, an `Image`, which is allocated once
+and broadcast as a single operation. A handler has two images: one is saved, the other is the next save's.
+"""
 
 from __future__ import annotations
 
-import copy
-import sys
-from collections.abc import Mapping
-from typing import Any
+import ctypes
+import itertools
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError, MismatchError, message
-from kvstore_hvd.store.arrays import buffer_like
-from kvstore_hvd.store.arrays import copy as copy_array
-from kvstore_hvd.world.member import Member
-from kvstore_hvd.world.topology import exchange
+import numpy as np
+
+from kvstore_hvd import log, mxnet_compat, native
+from kvstore_hvd.elastic.state import deep_copy, raise_on_all
+from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
+from kvstore_hvd.mxnet.functions import broadcast_object
+from kvstore_hvd.world import process
+
+#: All of a value but the values of its arrays; can be pickled.
+Details = dict[str, Any]
+#: Arrays with their names, for errors.
+Arrays = list[tuple[object, Any]]
+
+# Boundaries in bytes of the arrays (cache lines) and of the image (pages): copies are fastest there.
+_ALIGNMENT = 64
+_PAGE = 4096
 
 
 class StateHandler:
-    """Saves, restores and synchronises one value of a `GluonState`. Base class.
-
-    Parameters
-    ----------
-    value : object
-        The value; it is saved now.
-    """
+    """Saves, restores and synchronises one `value` of a `GluonState`; saves it when it is made. Base class."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -44,8 +54,7 @@ class StateHandler:
         """Adapt the value to a new world; nothing here."""
 
     def content(self) -> Any:
-        """The saved value, for a file; can be pickled. A handler without this method, `misfit` and `take` supports no
-        files."""
+        """The saved value, for a file; can be pickled. Files need this method, `misfit` and `take`."""
         fact = f"a {type(self).__name__} does not say how its value is written to a file."
         fix = "define content(), misfit() and take() in it."
         raise InvalidRequestError(message(fact, operation="save", name=type(self.value).__name__, fix=fix))
@@ -93,84 +102,309 @@ class StagedHandler(StateHandler):
         self.restore()
 
     def save(self) -> None:
-        """Keep a copy of the value; the last copy stays if that fails."""
         self.stage()
         self.adopt()
 
     def sync(self) -> None:
-        """Take rank 0's value, and save it. Every worker calls it."""
         self.receive()
         self.adopt()
         self.settle()
 
 
-def raise_on_all(world: Member, fault: str) -> None:
-    """Raise MismatchError on all workers if the state of any worker has a fault."""
-    faults = exchange(world.engine(), world.topology, "elastic/faults", fault)
-    if any(faults):
-        raise MismatchError(
-            message(
-                "a worker's state does not match rank 0's.",
-                **world.topology.prefix,
-                operation="sync",
-                details=[f"rank {rank}: {each}" for rank, each in enumerate(faults) if each],
-                fix="build the same state on every worker: networks, Trainers, samplers, other attributes; "
-                "nothing was changed.",
-            )
-        )
+class SamplerHandler(StagedHandler):
+    # Workers take their steps together, so rank 0 knows the samples that all have processed. Its sampler goes with its
+    # parameters: other workers may have committed one step more or less.
+
+    _saved: tuple[dict[str, Any], dict[str, Any]]  # settings, state
+
+    def stage(self) -> None:
+        self._spare = self._settings(), self.value.state_dict()
+
+    def receive(self) -> None:
+        self.stage()
+        world = process.current().member
+        if not world.is_alone:
+            content = broadcast_object(self._spare)
+            with world.submitting():
+                raise_on_all(world, self.misfit(content))
+            self._spare = content
+
+    def content(self) -> Any:
+        return self._saved
+
+    def misfit(self, content: Any) -> str:
+        here, there = self._settings(), content[0]
+        faults = [f"{name}={here[name]} here, but {there[name]} there" for name in here if here[name] != there[name]]
+        return f"the sampler has {', '.join(faults)}." if faults else ""
+
+    def take(self, content: Any) -> None:
+        self._spare = content
+
+    def adopt(self) -> None:
+        self._saved = self._spare
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._saved[1])
+
+    def reset(self) -> None:
+        self.value.reset()
+
+    def _settings(self) -> dict[str, Any]:
+        return {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
 
 
-# -- Copies of Python objects ---------------------------------------------------------------------------------------
+# -- Values that consist of many arrays ------------------------------------------------------------------------------
 
 
-def is_sampler(value: Any) -> bool:
-    """Whether it is an `ElasticSampler`. Does not import MXNet."""
-    module = sys.modules.get("kvstore_hvd.elastic.sampler")
-    return module is not None and isinstance(value, module.ElasticSampler)
+class Spec(NamedTuple):
+    """Shape and dtype of an array, and its class: ``mx.np`` or ``mx.nd``."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    is_np: bool
+
+    @property
+    def bytes(self) -> int:
+        size = native.ITEM_BYTES.get(self.dtype) or np.dtype(self.dtype).itemsize  # MXNet has more dtypes than travel
+        return math.prod(self.shape) * size
 
 
-def deep_copy(value: Any) -> Any:
-    """A copy as of ``copy.deepcopy``, in which arrays of MXNet stay on their devices."""
-    # MXNet copies its arrays by pickling them: slowly, to cpu(0), and no empty ones. So the arrays in containers and
-    # attributes are copied first, and given to deepcopy as known.
-    copies: dict[int, Any] = {}
-    seen: set[int] = set()
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, (str, bytes, int, float, complex, type(None))) or id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, dict):
-            waiting += [*one.keys(), *one.values()]
-        elif isinstance(one, (list, tuple, set, frozenset)):
-            waiting += one
-        elif mxnet_compat.is_ndarray(one):
-            copies[id(one)] = buffer_like(one, context=mxnet_compat.context_of(one))
-            copy_array(one, copies[id(one)])
-        elif is_sampler(one):
-            fact = "an ElasticSampler among the values would give every worker rank 0's share of the samples."
-            fix = "pass it to GluonState(sampler=...) under a name of its own, or keep it outside of the state."
-            raise InvalidRequestError(message(fact, operation="state", fix=fix))
-        elif not isinstance(one, type) and not hasattr(one, "__deepcopy__"):
-            waiting.append(getattr(one, "__dict__", None))
-    for copied in copies.values():
-        copied.wait_to_read()
-    return copy.deepcopy(value, copies)
+class Image:
+    """Values of arrays in memory of this process."""
+
+    def __init__(self) -> None:
+        self.details: Details = {}
+        self.own: dict[str, Any] = {}  # as `ArraysHandler.own`
+        self.specs: tuple[Spec, ...] = ()
+        self.memory = np.empty(0, np.uint8)  # all values
+        self._allocated = self.memory
+        self._places: list[tuple[Any, Any]] = []  # address and count of elements, as MXNet's C API takes them
+
+    def fit(self, specs: Sequence[Spec]) -> None:
+        """Make room for arrays of these specs; the values are lost."""
+        specs = tuple(specs)
+        if specs == self.specs:
+            return
+        *offsets, size = itertools.accumulate((-(-spec.bytes // _ALIGNMENT) * _ALIGNMENT for spec in specs), initial=0)
+        if not size <= self._allocated.size <= 2 * size + _PAGE:
+            raw = np.empty(size + _PAGE, np.uint8)
+            start = -raw.ctypes.data % _PAGE
+            self._allocated = raw[start : start + size]
+            self._allocated[:] = 0  # the first read of values does not wait for page faults
+        self.specs, self.memory = specs, self._allocated[:size]
+        start = self._allocated.ctypes.data
+        self._places = [
+            (ctypes.c_void_p(start + offset), ctypes.c_size_t(math.prod(spec.shape)))
+            for spec, offset in zip(specs, offsets)
+        ]
+
+    def read(self, arrays: Iterable[Any]) -> None:
+        """Copy the values of arrays, one for each spec; waits for them."""
+        mxnet_compat.read_into(arrays, self._places)
+
+    def write(self, arrays: Iterable[tuple[Any, int]]) -> None:
+        """Overwrite arrays, each with the values of the given number."""
+        for array, number in arrays:
+            mxnet_compat.write_from(array, self._places[number][0].value, self.specs[number].bytes)
 
 
-def named_copies(values: Mapping[str, Any], of: str) -> dict[str, Any]:
-    """Copies of values; an object that two of them share is copied once."""
+class ArraysHandler(StagedHandler):
+    """Saves a value in two images in turn, and sends it as a single operation. Base class.
+
+    The ``content`` of a value has its details, its specs and its memory; `misfit` needs the first two.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self._saved, self._spare = Image(), Image()
+        self._specs: dict[int, tuple[Any, Spec]] = {}  # by the identity of an array, whose spec never changes
+        super().__init__(value)
+
+    def describe(self) -> tuple[Details, Arrays]:
+        """The value's details, which share nothing with the value, and its arrays."""
+        raise NotImplementedError
+
+    def conform(self, details: Details, specs: Sequence[Spec]) -> Iterable[tuple[Any, int]]:
+        """Give the value these details; returns its arrays, each with the number of its spec."""
+        raise NotImplementedError
+
+    def own(self) -> dict[str, Any]:
+        """Copies of the arrays that belong to this worker alone, which a sync does not replace; waits for them."""
+        return {}
+
+    def restore_own(self, saved: dict[str, Any]) -> None:
+        pass
+
+    def spec_of(self, name: object, array: Any) -> Spec:
+        """The spec of an array of MXNet; `name` is for errors."""
+        if id(array) in self._specs:
+            return self._specs[id(array)][1]
+        if array.stype != "default":
+            fact, fix = f"cannot save {array.stype} arrays.", "in Gluon, create the layer with sparse_grad=False."
+            raise UnsupportedDtypeError(message(fact, operation="state", name=str(name), fix=fix))
+        shape = tuple(map(int, array.shape))
+        return Spec(shape, mxnet_compat.dtype_name(array), mxnet_compat.is_np_ndarray(array))
+
+    def stage(self) -> None:
+        details, arrays = self.describe()
+        specs = [self.spec_of(name, array) for name, array in arrays]
+        self._specs = {id(array): (array, spec) for (_, array), spec in zip(arrays, specs)}
+        self._spare.fit(specs)
+        self._spare.read([array for _, array in arrays])
+        self._spare.details, self._spare.own = details, self.own()
+
+    def receive(self) -> None:
+        world = process.current().member
+        is_root = world.topology.rank == 0
+        spare = self._spare
+        if is_root:
+            self.stage()
+        else:
+            spare.own = self.own()
+        if world.is_alone:
+            return
+        content = broadcast_object((spare.details, spare.specs))
+        with world.submitting():
+            raise_on_all(world, "" if is_root else self.misfit(content))
+            spare.details = content[0]
+            spare.fit(content[1])
+            if spare.memory.size:
+                place, shape = [spare.memory.ctypes.data], spare.memory.shape
+                name = "elastic/values", "values of arrays"
+                world.engine().run(native.Request("broadcast", *name, place, place, shape, "uint8"))
+
+    def content(self) -> Any:
+        return self._saved.details, self._saved.specs, self._saved.memory
+
+    def take(self, content: Any) -> None:
+        spare = self._spare
+        spare.details, specs, values = content
+        spare.fit(specs)
+        spare.memory[:] = values
+        spare.own = self.own()
+
+    def adopt(self) -> None:
+        self._saved, self._spare = self._spare, self._saved
+
+    def settle(self) -> None:
+        if process.current().topology.rank != 0:  # rank 0's value is the one that was sent
+            self.restore()
+
+    def restore(self) -> None:
+        drain()
+        saved = self._saved
+        saved.write(self.conform(deep_copy(saved.details), saved.specs))
+        self.restore_own(saved.own)
+
+
+def drain() -> None:
+    """Wait for all computations of MXNet. Their errors concern values that are restored, and are forgotten."""
     try:
-        return deep_copy(dict(values))  # type: ignore[no-any-return]
-    except Exception:
-        for name, value in values.items():
-            try:
-                deep_copy(value)
-            except InvalidRequestError:
-                raise
-            except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
-                fact = f"a value of {type(value).__name__} cannot be copied: {error}."
-                text = message(fact, operation=of, name=name, fix="keep it outside of the state.")
-                raise InvalidRequestError(text) from error
-        raise
+        mxnet_compat.waitall()
+    except Exception as error:  # noqa: BLE001 - an operation may raise anything
+        log.logger.debug("forgotten, since the state is restored: %s", error)
+
+
+class ParametersHandler(ArraysHandler):
+    """Handler of a Block, a ``ParameterDict`` or a dict of parameters, with auxiliary states, on all devices."""
+
+    # A parameter that waits for its shape is saved with its initial values once it has them. Gradients are no part of
+    # the state; those that add up (``grad_req='add'``) are zero after a restore.
+
+    def __init__(self, value: Any) -> None:
+        self._first: dict[str, Image] = {}  # initial values of parameters that got their shapes after the save
+        self._awaited: set[int] = set()
+        self._named: dict[str, Any] = {}
+        self._found: list[Any] = []  # the parameters from which `_named` was made
+        super().__init__(value)
+
+    def set_value(self, value: Any) -> None:
+        self._first, self._awaited = {}, set()
+        super().set_value(value)
+
+    def describe(self) -> tuple[Details, Arrays]:
+        devices: dict[str, int | None] = {}
+        found: Arrays = []
+        for name, parameter in self._parameters().items():
+            arrays = _arrays_of(name, parameter)
+            devices[name] = None if arrays is None else len(arrays)
+            if arrays is None:
+                self._await(name, parameter)
+            else:
+                found += [(name, array) for array in arrays]
+        return {"devices": devices}, found
+
+    def adopt(self) -> None:
+        super().adopt()
+        devices = self._saved.details["devices"]
+        self._first = {name: image for name, image in self._first.items() if devices.get(name) is None}
+
+    def misfit(self, content: Any) -> str:
+        details, specs = content[:2]
+        parameters = self._parameters()
+        here, there = set(parameters), set(details["devices"])
+        if here != there:
+            name = min(here ^ there)
+            where = "here" if name in here else "there"
+            return f"there are {len(here)} parameters here and {len(there)} there; '{name}' is {where} only."
+        for name, number in _first_numbers(details).items():
+            wrong = mxnet_compat.misfit(parameters[name], specs[number].shape, specs[number].dtype)
+            if wrong:
+                return f"parameter '{name}' has {wrong}."
+        return ""
+
+    def conform(self, details: Details, specs: Sequence[Spec]) -> Iterable[tuple[Any, int]]:
+        numbers = _first_numbers(details)
+        targets = []
+        for name, parameter in self._parameters().items():
+            number = numbers.get(name)
+            if number is not None and mxnet_compat.is_deferred(parameter):
+                mxnet_compat.initialize(parameter, specs[number].shape)
+            arrays = _arrays_of(name, parameter) or []
+            if number is not None:
+                # Devices beyond rank 0's take the values of the first one.
+                count = details["devices"][name]
+                targets += [(array, number + (at if at < count else 0)) for at, array in enumerate(arrays)]
+            elif name in self._first:
+                self._first[name].write(zip(arrays, range(len(arrays))))
+            mxnet_compat.zero_added_gradients(parameter)
+        return targets
+
+    def _parameters(self) -> dict[str, Any]:
+        """The parameters by their names; to find the names takes longer than to find the parameters."""
+        found = mxnet_compat.parameters_in(self.value)
+        if found != self._found:
+            self._named, self._found = mxnet_compat.named_parameters(self.value), found
+        return self._named
+
+    def _await(self, name: str, parameter: Any) -> None:
+        """Save the initial values of a parameter when it gets its shape."""
+        if id(parameter) in self._awaited:
+            return
+        self._awaited.add(id(parameter))
+        handler = weakref.ref(self)  # the handler holds the parameter, and the parameter the function
+
+        def keep_first(made: Any) -> None:
+            alive = handler()
+            if alive is not None and id(made) in alive._awaited:  # else a parameter of an earlier value
+                alive._awaited.discard(id(made))
+                arrays = _arrays_of(name, made) or []
+                image = alive._first[name] = Image()
+                image.fit([alive.spec_of(name, array) for array in arrays])
+                image.read(arrays)
+
+        mxnet_compat.after_initialization(parameter, "", keep_first)
+
+
+def _arrays_of(name: str, parameter: Any) -> list[Any] | None:
+    try:
+        return mxnet_compat.arrays_of(parameter)
+    except RuntimeError as error:
+        fix = "call initialize() before the state is made; sparse parameters cannot be saved."
+        text = message("it has no values that could be saved.", operation="state", name=name, fix=fix)
+        raise InvalidRequestError(text) from error
+
+
+def _first_numbers(details: Details) -> dict[str, int]:
+    """The number of each parameter's array on the first device; not of parameters that wait for their shapes."""
+    counts = {name: count for name, count in details["devices"].items() if count is not None}
+    return dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))

@@ -9,26 +9,15 @@ import functools
 import itertools
 import logging
 import re
-import threading
 import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
-from kvstore_hvd import log
+from kvstore_hvd import errors, log
 from kvstore_hvd.elastic import checkpoint
-from kvstore_hvd.errors import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    InputFailedError,
-    InvalidRequestError,
-    InvalidTypeError,
-    PeerLostError,
-    TimeoutError,  # noqa: A004 - Horovod's word
-    TransportError,
-    message,
-)
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, PeerLostError, message
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.world import process
 
@@ -40,8 +29,9 @@ if TYPE_CHECKING:
     Arguments = ParamSpec("Arguments")
 
 # The errors of a lost world, by name.
-_KINDS: tuple[type[HorovodInternalError], ...] = (HorovodInternalError, PeerLostError, TimeoutError, TransportError)
-_LOST = {kind.__name__: kind for kind in _KINDS}
+_LOST = {
+    kind.__name__: kind for kind in (HorovodInternalError, PeerLostError, errors.TimeoutError, errors.TransportError)
+}
 _REPLACES = "start with `kvhvdrun --min-np 1 --max-np N python train.py`, which replaces workers."
 
 # Numbers of the calls of `run` in this process. A worker that came later makes the first call when the others may make
@@ -60,8 +50,7 @@ class NotificationManager:
     """Forwards the launcher's updates to its listeners. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._listeners: list[Any] = []
+        self._listeners: dict[int, Any] = {}  # by identity
 
     def init(self) -> None:
         """Listen to the launcher from now on, if this worker belongs to an elastic job."""
@@ -72,17 +61,15 @@ class NotificationManager:
 
     def register_listener(self, listener: Any) -> None:
         """Call ``listener.on_hosts_updated(timestamp, update_res)`` for every update from now on."""
-        with self._lock:
-            self._listeners.append(listener)
+        self._listeners[id(listener)] = listener
 
     def remove_listener(self, listener: Any) -> None:
         """Call this listener no more."""
-        with self._lock:
-            self._listeners = [each for each in self._listeners if each is not listener]
+        self._listeners.pop(id(listener), None)
 
     def handle_hosts_updated(self, timestamp: int, update_res: int) -> None:
         """Call the listeners with the number of an update, which grows, and its `HostUpdateResult`."""
-        for listener in self._listeners:
+        for listener in list(self._listeners.values()):
             listener.on_hosts_updated(timestamp, update_res)
 
     def _on_update(self, timestamp: int, update_res: int) -> None:
@@ -98,9 +85,8 @@ class NotificationManager:
     def repeat(self) -> None:
         """Repeat an update that came after the present world was formed: states forget updates when they are reset."""
         control = process.current().control
-        update = None if control is None else control.update
-        if update is not None:
-            self.handle_hosts_updated(*update)
+        if control is not None and control.update is not None:
+            self.handle_hosts_updated(*control.update)
 
 
 #: Tells the states of this process that workers are about to come or go. `run` uses it; programs need not.
@@ -120,12 +106,11 @@ def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Conca
     Returns
     -------
     callable
-        Takes the same arguments. It synchronises the state of all workers (``state.sync()``) and calls `func`. When the
-        world is lost it goes back to the last commit (``state.restore()``); when workers come or go, training continues
-        from the present state. Then the workers meet again, ``state.on_reset()`` is called, and it starts over. It
-        returns the result of `func`. Exceptions other than `HorovodInternalError` and `HostsUpdatedInterrupt`
-        propagate. A worker that joins later starts the program from its beginning, so no collective operation may come
-        between ``hvd.init()`` and the call, not even ``hvd.broadcast_parameters``: ``state.sync()`` does that.
+        Takes the arguments of `func` and returns its result. It calls ``state.sync()`` and `func`. When the world is
+        lost it calls ``state.restore()``; when workers come or go, training continues from the present state. Then the
+        workers meet again, ``state.on_reset()`` is called, and it starts over. A worker that joins later starts the
+        program from its beginning, so no collective operation may come between ``hvd.init()`` and the call, not even
+        ``hvd.broadcast_parameters``: ``state.sync()`` does that.
 
     Raises
     ------
@@ -136,8 +121,9 @@ def run(func: Callable[Concatenate[Saved, Arguments], Result]) -> Callable[Conca
     InvalidTypeError
         The state lacks one of these methods.
     InvalidRequestError
-        It is called within itself; or this worker came to the job when the others were in a later call of a function
-        that `run` wraps.
+        The call is within another one; or this worker came to the job when the others were in a later call of `run`.
+    Exception
+        Any other one of `func`.
     """
     return run_fn(func, reset=None)
 
@@ -162,14 +148,13 @@ class _Loop:
 
     def __init__(self, state: Any, reset: Callable[[], None] | None) -> None:
         self._state, self._reset, self._process = state, reset, process.current()
-        self._number = next(_numbers)
-        self._skips_sync = False
+        self._number, self._skips_sync = next(_numbers), False
         called = ("sync", "restore", "on_reset", "on_hosts_updated")
         lacking = [f"{name}()" for name in called if not callable(getattr(state, name, None))]
         if lacking:
             fact = f"the state, a {type(state).__name__}, has no {', '.join(lacking)}."
             fix = "derive its class from kvstore_hvd.elastic.State, or define that."
-            raise InvalidTypeError(self._text(fact, fix))
+            raise errors.InvalidTypeError(self._text(fact, fix))
         if _Loop.is_running:
             raise InvalidRequestError(self._text("it is called within itself.", "decorate the outer function only."))
 
@@ -201,7 +186,7 @@ class _Loop:
                     if mine.control is not None:
                         mine.control.finished()
                     return result
-                except HostsUpdatedInterrupt as interrupt:
+                except errors.HostsUpdatedInterrupt as interrupt:
                     self._skips_sync = interrupt.skip_sync
                 except Exception as error:
                     lost = _as_lost_world(error)
@@ -275,9 +260,8 @@ def _as_lost_world(error: BaseException) -> HorovodInternalError | None:
     # of that one.
     if isinstance(error, HorovodInternalError):
         return error
-    if type(error).__name__ != "MXNetError" and not isinstance(error, InputFailedError):
-        return None
-    found = re.search(rf"({'|'.join(_LOST)}): (\[rank .*)", str(error))
+    is_ours = type(error).__name__ == "MXNetError" or isinstance(error, errors.InputFailedError)
+    found = re.search(rf"({'|'.join(_LOST)}): (\[rank .*)", str(error)) if is_ours else None
     if found is None:
         return None
     lost = _LOST[found[1]](found[2])
@@ -293,5 +277,5 @@ def _loss(error: HorovodInternalError) -> tuple[str, str]:
         details = [line for line in str(error).splitlines() if "Fix: " not in line]
         raise PeerLostError(message(fact, details=details, fix=_REPLACES)) from error
     # After a timeout the launcher does not wait again for a stopped worker.
-    is_timeout = isinstance(error, TimeoutError) or mine.has_given_up
+    is_timeout = isinstance(error, errors.TimeoutError) or mine.has_given_up
     return "timeout" if is_timeout else "lost", str(error).partition("\n")[0]

@@ -55,26 +55,19 @@ class ElasticSampler(mx.gluon.data.Sampler):
         self._begin(0, len(dataset))
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, with nothing processed. Call it at the end of the previous epoch, on every worker.
+        """Begin an epoch, with nothing processed; its number and the seed choose the order.
 
-        Called at the beginning of an epoch, it would restart an epoch that is being continued in a new world.
-
-        Parameters
-        ----------
-        epoch : int
-            Chooses the order, with the seed.
+        Call it at the end of the previous epoch, on every worker. At the beginning of an epoch, it would restart an
+        epoch that is being continued in a new world.
         """
         epoch = operator.index(epoch)
         if epoch == self.epoch and 0 < self.processed_num < len(self._processed):
-            log.once(
-                "sampler-epoch-again",
-                logging.WARNING,
+            text = (
                 "ElasticSampler.set_epoch(%d) restarts the present epoch, in which %d of %d samples were already "
-                "processed; call it once, at the end of an epoch, with the number of the next one.",
-                epoch,
-                self.processed_num,
-                len(self._processed),
+                "processed; call it once, at the end of an epoch, with the number of the next one."
             )
+            samples = self.processed_num, len(self._processed)
+            log.once("sampler-epoch-again", logging.WARNING, text, epoch, *samples)
         self._begin(epoch, len(self._processed))
 
     def _begin(self, epoch: int, count: int) -> None:
@@ -122,8 +115,7 @@ class ElasticSampler(mx.gluon.data.Sampler):
         Parameters
         ----------
         batch_idx : int
-            Without effect, as in Horovod: programs may count batches from 0 in each iteration over the loader, or from
-            the last batch of an earlier world.
+            Without effect, as in Horovod: programs count from 0 in each iteration, or from a batch of an earlier world.
         batch_size : int
             Samples of a full batch on one worker; the last batch may have fewer.
 
@@ -134,31 +126,18 @@ class ElasticSampler(mx.gluon.data.Sampler):
         """
         begin, end = self._recorded, self._recorded + self._checked_size("record_batch", batch_size)
         if begin >= self.num_samples:
-            log.once(
-                "sampler-too-many-batches",
-                logging.WARNING,
-                "ElasticSampler.record_batch(%s, %s): all %d samples of this worker have been recorded already.",
-                batch_idx,
-                batch_size,
-                self.num_samples,
-            )
+            text = "ElasticSampler.record_batch(%s, %s): all %d samples of this worker have been recorded already."
+            log.once("sampler-too-many-batches", logging.WARNING, text, batch_idx, batch_size, self.num_samples)
         self._processed[self._rows[begin:end]] = True
         self._recorded = min(end, self.num_samples)
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of one of this worker's batches.
-
-        Parameters
-        ----------
-        batch_idx : int
-            Number of the batch, counted from 0 in each iteration over the loader.
-        batch_size : int
-            As `record_batch`.
+        """The samples of this worker's batch `batch_idx`, counted from 0 in each iteration; as `record_batch`.
 
         Raises
         ------
         InvalidRequestError
-            There is no such batch.
+            There is no such batch, or `batch_size` is no positive number.
         """
         number, length = operator.index(batch_idx), self._checked_size("get_indices", batch_size)
         if not 0 <= number < -(-self.num_samples // length):
@@ -167,12 +146,9 @@ class ElasticSampler(mx.gluon.data.Sampler):
         return self.indices[number * length : (number + 1) * length]
 
     def record_indices(self, indices: Iterable[int]) -> None:
-        """Record that samples of this worker were processed, and with each sample the other workers' of its row.
+        """Record that samples of this worker (some of `indices`) were processed, each with all samples of its row.
 
-        Parameters
-        ----------
-        indices : iterable of int
-            Some of `indices`. A sample of another worker counts alone.
+        A sample of another worker counts alone.
 
         Raises
         ------
@@ -181,19 +157,13 @@ class ElasticSampler(mx.gluon.data.Sampler):
         """
         if self._row_of is None:
             self._row_of = {index: row for row, index in enumerate(self.indices)}
-        rows, others = [], []
-        for each in indices:
-            index = operator.index(each)
-            if not 0 <= index < len(self._processed):
-                fact = f"there is no sample {index} in a dataset of {len(self._processed)}."
-                raise self._error("record_indices", fact, "pass some of the sampler's indices.")
-            row = self._row_of.get(index)
-            if row is None:
-                others.append(index)
-            else:
-                rows.append(row)
-        self._processed[self._rows[rows]] = True
-        self._processed[others] = True
+        found = [operator.index(each) for each in indices]
+        unknown = [index for index in found if not 0 <= index < len(self._processed)]
+        if unknown:
+            fact = f"there is no sample {unknown[0]} in a dataset of {len(self._processed)}."
+            raise self._error("record_indices", fact, "pass some of the sampler's indices.")
+        self._processed[found] = True
+        self._processed[self._rows[[self._row_of[index] for index in found if index in self._row_of]]] = True
 
     @property
     def processed_num(self) -> int:
@@ -213,21 +183,13 @@ class ElasticSampler(mx.gluon.data.Sampler):
     def state_dict(self) -> dict[str, Any]:
         """The state for `load_state_dict`; small, and equal on all workers after the same steps.
 
-        Returns
-        -------
-        dict
-            ``'epoch'``, ``'processed_num'``, and ``'processed_mask'``: a bit for each sample of the dataset, as bytes.
+        Entries: ``'epoch'``, ``'processed_num'``, ``'processed_mask'`` (bytes with a bit for each of the samples).
         """
         mask = np.packbits(self._processed).tobytes()
         return {"epoch": self.epoch, "processed_num": self.processed_num, "processed_mask": mask}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, in the present world.
-
-        Parameters
-        ----------
-        state_dict : dict
-            Of `state_dict`, or Horovod's: ``'epoch'`` with ``'processed_num'`` or ``'processed_indices'``.
+        """Go on from a `state_dict`, or Horovod's: ``'epoch'`` with ``'processed_num'`` or ``'processed_indices'``.
 
         Raises
         ------
@@ -237,25 +199,22 @@ class ElasticSampler(mx.gluon.data.Sampler):
         count = len(self._processed)
         epoch = operator.index(state_dict.get("epoch", self.epoch))
         order = self._order if epoch == self.epoch else self._order_of(epoch)
-        processed = np.zeros(count, bool)
-        fact = ""
+        processed, fact = np.zeros(count, bool), ""
         if "processed_mask" in state_dict:
             mask = np.unpackbits(np.frombuffer(state_dict["processed_mask"], np.uint8))
-            if len(mask) == -(-count // 8) * 8 and not mask[count:].any():
-                processed = mask[:count].astype(bool)
-            else:
+            processed = mask[:count].astype(bool)
+            if len(mask) != -(-count // 8) * 8 or mask[count:].any():
                 fact = f"it belongs to a dataset of another length; this one has {count} samples."
         elif "processed_indices" in state_dict:
-            indices = np.array(sorted(state_dict["processed_indices"]), np.int64)
-            if not indices.size or (indices[0] >= 0 and indices[-1] < count):
-                processed[indices] = True
-            else:
+            indices = np.array(list(state_dict["processed_indices"]), np.int64)
+            if ((indices < 0) | (indices >= count)).any():
                 fact = f"it has samples that a dataset of {count} does not have."
+            else:
+                processed[indices] = True
         elif "processed_num" in state_dict:
             number = operator.index(state_dict["processed_num"])
-            if number >= 0:  # Horovod's may exceed the dataset: it counts the samples that fill the last row
-                processed[order[:number]] = True
-            else:
+            processed[order[: max(0, number)]] = True  # Horovod's counts the samples that fill the last row, too
+            if number < 0:
                 fact = f"processed_num is {number}."
         else:
             fact = f"it has none of processed_mask, processed_indices and processed_num, but {sorted(state_dict)}."

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import os
 import queue
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kvstore_hvd import mxnet_compat
 from kvstore_hvd.elastic import checkpoint
-from kvstore_hvd.elastic.handlers import deep_copy, named_copies, raise_on_all
-from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, message
+from kvstore_hvd.errors import HostsUpdatedInterrupt, InvalidRequestError, MismatchError, message
 from kvstore_hvd.mxnet.basics import rank
 from kvstore_hvd.mxnet.functions import broadcast_object
+from kvstore_hvd.store.arrays import buffer_like
+from kvstore_hvd.store.arrays import copy as copy_array
 from kvstore_hvd.world import process
+from kvstore_hvd.world.member import Member
+from kvstore_hvd.world.topology import exchange
 
 
 class HostUpdateResult(enum.IntFlag):
@@ -32,10 +38,8 @@ class State:
 
     Parameters
     ----------
-    bcast_object : callable
-        Gives every worker rank 0's object.
-    get_rank : callable
-        This worker's rank.
+    bcast_object, get_rank : callable
+        Gives every worker rank 0's object; returns this worker's rank.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -64,10 +68,9 @@ class State:
         self._updates.put((int(timestamp), int(update_res)))
 
     def commit(self) -> None:
-        """Save the state, then look for updates: `save`, then `check_host_updates`. Every worker calls it.
+        """`save`, then `check_host_updates`; raises as they do. Every worker calls it.
 
-        Writes the job's checkpoint (``kvhvdrun --checkpoint``) when that is due. Raises as `save` and
-        `check_host_updates`.
+        Writes the job's checkpoint (``kvhvdrun --checkpoint``) when that is due.
         """
         self.save()
         checkpoint.commit(self, self._rank)
@@ -80,22 +83,9 @@ class State:
         ------
         HostsUpdatedInterrupt
             On all workers alike, after the state was saved.
-        HorovodInternalError
-            The world is lost.
-        InvalidRequestError
-            A worker is in ``hvd.join()``.
+        HorovodInternalError, InvalidRequestError
+            The world is lost; a worker is in ``hvd.join()``.
         """
-        result = self._agree_on_updates()
-        if result is None:
-            return
-        # `sync` sends the saved state: without this save it would undo the steps since the last commit.
-        self.save()
-        # The workers that leave may be the last ones.
-        checkpoint.commit(self, self._rank, now=result is HostUpdateResult.removed)
-        raise HostsUpdatedInterrupt(skip_sync=result is HostUpdateResult.removed)
-
-    def _agree_on_updates(self) -> HostUpdateResult | None:
-        """All updates since the last call that any worker knows of, equal on all; None without one. Collective."""
         newest, result = self._last_update, HostUpdateResult.no_update
         while not self._updates.empty():
             number, update = self._updates.get()
@@ -108,9 +98,14 @@ class State:
         # A worker that came later knows of fewer updates.
         self._last_update, newest = int(rows[:, 0].max()), int(rows[:, 1].max())
         if newest <= self._last_update:
-            return None
+            return
         self._last_update = newest
-        return HostUpdateResult(int(np.bitwise_or.reduce(rows[:, 2])))
+        result = HostUpdateResult(int(np.bitwise_or.reduce(rows[:, 2])))
+        # `sync` sends the saved state: without this save it would undo the steps since the last commit.
+        self.save()
+        # The workers that leave may be the last ones.
+        checkpoint.commit(self, self._rank, now=result is HostUpdateResult.removed)
+        raise HostsUpdatedInterrupt(skip_sync=result is HostUpdateResult.removed)
 
     def save(self) -> None:
         """Keep a copy of the state in this process, in place of the last copy."""
@@ -139,8 +134,7 @@ class ObjectState(State):
     bcast_object, get_rank : callable, optional
         As `State`; by default the functions of ``kvstore_hvd.mxnet``.
     **kwargs
-        Names and first values of the attributes, which are saved. A value can be anything that ``copy.deepcopy`` can
-        copy and that can be pickled.
+        Names and first values of the attributes, which are saved; ``copy.deepcopy`` and `pickle` can copy each value.
 
     Raises
     ------
@@ -163,11 +157,7 @@ class ObjectState(State):
     def save(self, path: str | os.PathLike[str] | None = None) -> None:
         """Keep copies of the attributes that the state was made with.
 
-        Parameters
-        ----------
-        path : path-like, optional
-            Rank 0 writes the copies to this file, too; other workers write nothing. The file is replaced as a whole
-            once the new one is on the disk.
+        Rank 0 writes the copies to the file `path`, too: it is replaced as a whole once the new one is on the disk.
 
         Raises
         ------
@@ -186,10 +176,7 @@ class ObjectState(State):
     def load(self, path: str | os.PathLike[str]) -> None:
         """Restore and save a file of ``save(path)``. Not collective: a `sync` gives all workers rank 0's state.
 
-        Parameters
-        ----------
-        path : path-like
-            A file that can be trusted: it is unpickled, which can run any program.
+        The file is unpickled, which can run any program: load only files that can be trusted.
 
         Raises
         ------
@@ -229,14 +216,13 @@ class ObjectState(State):
     def sync(self) -> None:
         """Give the attributes on all workers the values that rank 0 has saved. Every worker calls it.
 
-        Assignments of rank 0 since its last save are undone: call `commit` first, for example after loading a
-        checkpoint.
+        Assignments of rank 0 since its last save are undone: call `commit` first, as after loading a checkpoint.
 
         Raises
         ------
         MismatchError
             On all workers: one has other attributes than rank 0. Nothing was changed.
-        KVHvdError, Exception
+        Exception
             As ``broadcast_object``.
         """
         received = self._bcast_object(self._saved_state)
@@ -246,13 +232,10 @@ class ObjectState(State):
 
     def _check_same(self, here: list[str], there: list[str]) -> None:
         """Raise on all workers if a state has other names than rank 0's."""
-        if not process.everybody.is_initialized:
-            return
-        world = process.current().member
-        if not world.is_alone:
+        if process.everybody.is_initialized and not process.current().member.is_alone:
             fault = f"it has {_listed(here)}, but rank 0 has {_listed(there)}."
-            with world.submitting():
-                raise_on_all(world, fault if here != there else "")
+            with process.current().member.submitting():
+                raise_on_all(process.current().member, fault if here != there else "")
 
     def _names(self) -> list[str]:
         return sorted(self._saved_state)
@@ -274,3 +257,69 @@ class ObjectState(State):
 
 def _listed(names: list[str]) -> str:
     return ", ".join(names) or "nothing"
+
+
+def raise_on_all(world: Member, fault: str) -> None:
+    """Raise MismatchError on all workers if the state of any worker has a fault."""
+    faults = exchange(world.engine(), world.topology, "elastic/faults", fault)
+    details = [f"rank {number}: {each}" for number, each in enumerate(faults) if each]
+    if details:
+        fact = "a worker's state does not match rank 0's."
+        fix = "build the same state on every worker: networks, Trainers, samplers, attributes; nothing was changed."
+        raise MismatchError(message(fact, **world.topology.prefix, operation="sync", details=details, fix=fix))
+
+
+# -- Copies of Python objects ---------------------------------------------------------------------------------------
+
+
+def is_sampler(value: Any) -> bool:
+    """Whether it is an `ElasticSampler`. Does not import MXNet."""
+    module = sys.modules.get("kvstore_hvd.elastic.sampler")
+    return module is not None and isinstance(value, module.ElasticSampler)
+
+
+def deep_copy(value: Any) -> Any:
+    """A copy as of ``copy.deepcopy``, in which arrays of MXNet stay on their devices."""
+    # MXNet copies its arrays by pickling them: slowly, to cpu(0), and no empty ones. So the arrays in containers and
+    # attributes are copied first, and given to deepcopy as known.
+    copies: dict[int, Any] = {}
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, (str, bytes, int, float, complex, type(None))) or id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, dict):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, (list, tuple, set, frozenset)):
+            waiting += one
+        elif mxnet_compat.is_ndarray(one):
+            copies[id(one)] = buffer_like(one, context=mxnet_compat.context_of(one))
+            copy_array(one, copies[id(one)])
+        elif is_sampler(one):
+            fact = "an ElasticSampler among the values would give every worker rank 0's share of the samples."
+            fix = "pass it to GluonState(sampler=...) under a name of its own, or keep it outside of the state."
+            raise InvalidRequestError(message(fact, operation="state", fix=fix))
+        elif not isinstance(one, type) and not hasattr(one, "__deepcopy__"):
+            waiting.append(getattr(one, "__dict__", None))
+    for copied in copies.values():
+        copied.wait_to_read()
+    return copy.deepcopy(value, copies)
+
+
+def named_copies(values: Mapping[str, Any], of: str) -> dict[str, Any]:
+    """Copies of values; an object that two of them share is copied once."""
+    try:
+        return deep_copy(dict(values))  # type: ignore[no-any-return]
+    except Exception:
+        for name, value in values.items():
+            try:
+                deep_copy(value)
+            except InvalidRequestError:
+                raise
+            except (TypeError, ValueError, AttributeError, NotImplementedError) as error:
+                fact = f"a value of {type(value).__name__} cannot be copied: {error}."
+                text = message(fact, operation=of, name=name, fix="keep it outside of the state.")
+                raise InvalidRequestError(text) from error
+        raise

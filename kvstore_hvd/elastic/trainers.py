@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import kvstore_hvd
 from kvstore_hvd import mxnet as hvd
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.elastic.arrays import Arrays, ArraysHandler, Details, Spec
-from kvstore_hvd.elastic.handlers import deep_copy, named_copies
+from kvstore_hvd.elastic.handlers import Arrays, ArraysHandler, Details, Spec
+from kvstore_hvd.elastic.state import deep_copy, named_copies
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.store.arrays import new_array
 
@@ -55,8 +55,8 @@ class TrainerHandler(ArraysHandler):
         }
         return details, found
 
-    def fault(self, details: Details, specs: Sequence[Spec]) -> str:
-        trainer = self.value
+    def misfit(self, content: Any) -> str:
+        trainer, details = self.value, content[0]
         kinds = ("Trainer of Gluon", "DistributedTrainer")
         here, there = kinds[isinstance(trainer, hvd.DistributedTrainer)], kinds[details["distributed"]]
         if here != there:

@@ -124,7 +124,7 @@ def test_other_errors_leave(rank, size):
 
         with pytest.raises(type(error)):
             train(elastic.ObjectState(step=0))
-    assert notification_manager._listeners == before
+    assert list(notification_manager._listeners) == before
 
 
 @pytest.mark.parametrize("kind", ["added", "removed"])

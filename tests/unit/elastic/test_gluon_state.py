@@ -321,8 +321,7 @@ def test_what_rank_0_has_must_fit():
         (half, "net", "dtype float32 instead of float16"),
         (other, "trainer", "optimizer is SGD here, but Nadam there"),
     ]:
-        copy = there[name]._saved
-        found = mine[name].fault(copy.details, copy.specs)
+        found = mine[name].misfit(there[name].content())
         assert (text in found, bool(found)) == (True, bool(text))
 
 

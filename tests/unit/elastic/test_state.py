@@ -13,8 +13,8 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, checkpoint
-from kvstore_hvd.elastic.handlers import deep_copy
 from kvstore_hvd.elastic.run import NotificationManager
+from kvstore_hvd.elastic.state import deep_copy
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError
 from kvstore_hvd.world import process
 
