@@ -105,7 +105,7 @@ class Bench:
         found = {}
         for dtype in native.DTYPES:
             for name in kernels.kernel_names(dtype):
-                function = modules._function(name, dtype)
+                function, _ = modules._load(name, dtype)
                 ask = cupy().cuda.driver.funcGetAttribute
                 found[name] = {
                     "registers": ask(_REGISTERS, function.ptr),

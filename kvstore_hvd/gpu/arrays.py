@@ -89,19 +89,17 @@ def device_array(array: Any, **call: Any) -> DeviceArray:
 def empty_like(array: DeviceArray, **call: Any) -> Any:
     """A new CuPy array with the shape and dtype, on the same device."""
     if array.dtype == "bfloat16":
-        text = message("CuPy has no bfloat16 for a new array.", fix="pass an out, of the same library.", **call)
-        raise UnsupportedDtypeError(text)
+        fact, fix = "CuPy has no bfloat16 for a new array.", "pass an out, of the same library."
+        raise UnsupportedDtypeError(message(fact, fix=fix, **call))
     with active(array.device), checked("allocate an array"):
         return cupy().empty(array.shape, array.dtype)
 
 
 def synchronize(array: DeviceArray) -> None:
     """Wait until the array's content is written."""
-    if array.stream is None:
-        return
-    # The numbers of the two default streams are CUDA's own.
-    with active(array.device), checked("wait for the array"):
-        cupy().cuda.runtime.streamSynchronize(array.stream)
+    if array.stream is not None:
+        with active(array.device), checked("wait for the array"):
+            cupy().cuda.runtime.streamSynchronize(array.stream)
 
 
 def _interface_of(array: Any) -> dict[str, Any] | None:
@@ -138,15 +136,15 @@ def _from_interface(array: Any, interface: dict[str, Any]) -> DeviceArray:
 
 def _device_of(address: int, shape: Sequence[int], dtype: str) -> int:
     """The GPU of an address, after a check that kernels can work there."""
-    runtime = cupy().cuda.runtime
-    nbytes = math.prod(shape) * ITEM_BYTES[dtype]
+    runtime, unit = cupy().cuda.runtime, ITEM_BYTES[dtype]
+    nbytes = math.prod(shape) * unit
     fact, fix = "", "pass a copy of the array."
     if not all(0 <= length < _TOO_LARGE for length in (*shape, nbytes)):
         fact = f"there is no array of shape {tuple(shape)}."
     elif nbytes and not address:
         fact = f"an array of shape {tuple(shape)} has no memory (its address is 0)."
-    elif nbytes and address % ITEM_BYTES[dtype]:
-        fact = f"the array's address {address:#x} is no multiple of the {ITEM_BYTES[dtype]} bytes of an element."
+    elif nbytes and address % unit:
+        fact = f"the array's address {address:#x} is no multiple of the {unit} bytes of an element."
     else:
         with checked("ask where an array lies"):
             # An array without elements may have no memory.
@@ -181,19 +179,16 @@ def _from_dlpack(array: Any) -> DeviceArray:
 
 
 def _unsupported(what: str) -> UnsupportedDtypeError:
-    details = (f"Supported: {' '.join(ITEM_BYTES)}",)
-    fix = "cast with .astype('float32') or .astype('int32')."
+    details, fix = [f"Supported: {' '.join(ITEM_BYTES)}"], "cast with .astype('float32') or .astype('int32')."
     return UnsupportedDtypeError(message(f"cannot send dtype {what} from a GPU.", details=details, fix=fix))
 
 
 def _check_contiguous(shape: Sequence[int], strides: Sequence[int]) -> None:
-    if 0 in shape:
-        return
     is_wrong, expected = len(strides) != len(shape), 1
     for length, stride in zip(reversed(shape), reversed(strides)):
         is_wrong = is_wrong or (length != 1 and stride != expected)
         expected *= length
-    if is_wrong:
+    if is_wrong and 0 not in shape:
         fact = "an array on a GPU has gaps or another order than C's"
         fact = f"{fact} (shape {tuple(shape)}, strides {tuple(strides)} elements)."
         raise InvalidRequestError(message(fact, fix="pass cupy.ascontiguousarray(array), and copy the result back."))

@@ -173,11 +173,10 @@ def kernel_names(dtype: Optional[str] = None) -> list[str]:
     for one in DTYPES if dtype is None else (dtype,):
         names += [copy_kernel(one, there) for there in casts(one)]
         for algorithm in ("oneshot", "twoshot", "ring"):
-            found = [allreduce_kernel(algorithm, one, op) for op in OPS]
-            found += [allreduce_kernel(algorithm, one, "sum", as_half=True)]
-            found += [allreduce_kernel(algorithm, one, "sum", ranks=ranks) for ranks in _UNROLLED]
-            names += dict.fromkeys(found)
-    return names
+            names += [allreduce_kernel(algorithm, one, op) for op in OPS]
+            names += [allreduce_kernel(algorithm, one, "sum", as_half=True)]
+            names += [allreduce_kernel(algorithm, one, "sum", ranks=ranks) for ranks in _UNROLLED]
+    return list(dict.fromkeys(names))
 
 
 # -- Sizes of launches -------------------------------------------------------------------------------------------------

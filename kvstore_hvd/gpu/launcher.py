@@ -45,7 +45,7 @@ _ABORT, _STATUS, _WORDS_BYTES = 0, 64, 128
 GRACE_S = 5.0
 # Seconds between two queries of an event.
 _PAUSE_S = 0.00002
-# Number and bytes of the structures `kernels.WORLD` of a launcher.
+# Number and bytes of the structures `kernels.WORLD` of a launcher: one for each power of 2 up to the staging memory.
 _WORLDS, _WORLD_BYTES = 64, 1024
 #: Segments that the tables of one launch may have together.
 ENTRIES = 4096
@@ -58,10 +58,8 @@ class Launcher:
     """Launches on one stream of the device that is current."""
 
     def __init__(self, modules: Kernels, stream: Stream, timeout_s: float, is_shared: bool = False) -> None:
-        self.stream = stream
-        self._is_shared = is_shared
-        self._modules = modules
-        self._timeout_s = timeout_s
+        self.stream, self._modules = stream, modules
+        self._timeout_s, self._is_shared = timeout_s, is_shared
         self._words_memory = PinnedMemory(_WORDS_BYTES)
         self._words = self._words_memory.view(np.uint32)
         self._words[:] = 0
@@ -90,8 +88,6 @@ class Launcher:
             table[field][0, : len(addresses)] = addresses
         table["abort"] = self._words_memory.address + _ABORT
         table["status"] = self._words_memory.address + _STATUS
-        if self._n_worlds == _WORLDS:
-            raise ValueError(f"{_WORLDS} sets of members are known already")
         place = self._worlds.address + self._n_worlds * _WORLD_BYTES
         self._n_worlds += 1
         source = PinnedMemory(table.nbytes)
@@ -191,7 +187,7 @@ class Launcher:
             raise errors.TimeoutError(message(fact, fix=fix))
         raise TransportError(message(f"the GPUs' kernels were ended by rank {stop.rank} ({stop.cause})."))
 
-    def wait(self, event: Event, check: Callable[[], None] | None = None) -> None:
+    def wait(self, event: Event, check: Callable[[], object] | None = None) -> None:
         """Wait for an event of this stream, at most as long as kernels may wait."""
         deadline = Deadline(self._timeout_s + GRACE_S)
         while not event.done():
@@ -229,17 +225,11 @@ class Kernels:
         self._architecture = capability[0] * 10 + capability[1]
         self._multiprocessors, self._sharers = multiprocessors, sharers
         self._modules: dict[str, Any] = {}
-        self._functions: dict[tuple[str, str], Any] = {}
-        self._limits: dict[tuple[str, str], kernels.Limits] = {}
+        self._loaded: dict[tuple[str, str], tuple[Any, kernels.Limits]] = {}
 
     def limits(self, name: str, dtype: str) -> kernels.Limits:
         """What limits the blocks of a kernel here."""
-        if (name, dtype) not in self._limits:
-            function = self._function(name, dtype)
-            with checked(f"ask how many blocks of {name} fit"):
-                blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, kernels.THREADS, 0)
-            self._limits[name, dtype] = kernels.Limits(self._multiprocessors, int(blocks), self._sharers)
-        return self._limits[name, dtype]
+        return self._load(name, dtype)[1]
 
     def launch(
         self,
@@ -252,17 +242,22 @@ class Kernels:
         players: int = 1,
     ) -> None:
         """Enqueue a kernel."""
-        function, grid, threads = self._function(name, dtype), (blocks, players, 1), (kernels.THREADS, 1, 1)
+        grid, threads = (blocks, players, 1), (kernels.THREADS, 1, 1)
+        function, _ = self._load(name, dtype)
         with checked(f"launch {name}"):
             function(grid, threads, arguments, stream=stream, enable_cooperative_groups=waits)
 
-    def _function(self, name: str, dtype: str) -> Any:
-        if (name, dtype) not in self._functions:
+    def _load(self, name: str, dtype: str) -> tuple[Any, kernels.Limits]:
+        if (name, dtype) not in self._loaded:
             if dtype not in self._modules:
                 self._modules[dtype] = _load(dtype, self._architecture)
             with checked(f"find the kernel {name}"):
-                self._functions[name, dtype] = self._modules[dtype].get_function(name).kernel
-        return self._functions[name, dtype]
+                function = self._modules[dtype].get_function(name).kernel
+            with checked(f"ask how many blocks of {name} fit"):
+                blocks = cupy().cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(function.ptr, kernels.THREADS, 0)
+            limits = kernels.Limits(self._multiprocessors, int(blocks), self._sharers)
+            self._loaded[name, dtype] = function, limits
+        return self._loaded[name, dtype]
 
 
 def compile_kernels(dtype: str, architecture: int) -> bytes:

@@ -196,8 +196,7 @@ class NcclCommunicator:
         begin = "ncclCommInitRankConfig", ctypes.byref(self._handle), size, key, rank, ctypes.byref(settings)
         result = library.call(*begin)
         try:
-            if result not in (_SUCCESS, _IN_PROGRESS):
-                raise self._failure("the ranks cannot meet", result)
+            self._is_idle("the ranks cannot meet", result)
             self._settle("the ranks' meeting")
         except TransportError as error:
             self.abort()
@@ -263,11 +262,13 @@ class NcclCommunicator:
 
     # -- State and end -------------------------------------------------------------------------------------------------
 
-    def check(self) -> None:
-        """Raise the asynchronous error of the communicator, of this rank or another."""
-        state = self._state()
-        if state not in (_SUCCESS, _IN_PROGRESS):
-            raise self._failure("operations of the GPUs failed", state)
+    def check(self, fault: str = "operations of the GPUs failed") -> bool:
+        """Whether NCCL accepts the next call. Raises the communicator's asynchronous error, of this rank or another."""
+        state = ctypes.c_int()
+        with self._lock:
+            self._check_handle()
+            result = self._library.call("ncclCommGetAsyncError", self._handle, ctypes.byref(state))
+        return self._is_idle(fault, state.value if result == _SUCCESS else result)
 
     def abort(self) -> None:
         """End all enqueued work soon, undone; from any thread, any number of times. Returns at once."""
@@ -306,15 +307,7 @@ class NcclCommunicator:
         with self._lock:
             self._check_handle()
             result = self._library.call(name, *arguments)
-        if result not in (_SUCCESS, _IN_PROGRESS):
-            raise self._failure(f"{name} failed", result)
-
-    def _state(self) -> int:
-        state = ctypes.c_int()
-        with self._lock:
-            self._check_handle()
-            result = self._library.call("ncclCommGetAsyncError", self._handle, ctypes.byref(state))
-        return state.value if result == _SUCCESS else result
+        self._is_idle(f"{name} failed", result)
 
     def _check_handle(self) -> None:
         if not self._handle:
@@ -323,12 +316,7 @@ class NcclCommunicator:
     def _settle(self, what: str) -> None:
         """Wait until NCCL accepts the next call; no call is allowed before."""
         clock = RunningClock()
-        while True:
-            state = self._state()
-            if state == _SUCCESS:
-                return
-            if state != _IN_PROGRESS:
-                raise self._failure(f"{what} failed", state)
+        while not self.check(f"{what} failed"):
             waited = clock.elapsed()
             if waited > self.timeout_s:
                 self.abort()
@@ -336,6 +324,9 @@ class NcclCommunicator:
                 raise errors.TimeoutError(message(fact, fix="set NCCL_DEBUG=INFO to see whom it waits for."))
             time.sleep(0 if waited < _SPIN_S else _PAUSE_S)
 
-    def _failure(self, what: str, result: int) -> TransportError:
-        fact = f"NCCL {self._library.version_text}: {what}: {self._library.describe(result)}."
-        return TransportError(message(fact, fix="set NCCL_DEBUG=WARN to see more, and restart the workers."))
+    def _is_idle(self, fault: str, result: int) -> bool:
+        """Whether NCCL has finished; raises what a `result` says about a fault."""
+        if result in (_SUCCESS, _IN_PROGRESS):
+            return result == _SUCCESS
+        fact = f"NCCL {self._library.version_text}: {fault}: {self._library.describe(result)}."
+        raise TransportError(message(fact, fix="set NCCL_DEBUG=WARN to see more, and restart the workers."))

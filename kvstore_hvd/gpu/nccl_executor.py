@@ -244,10 +244,9 @@ class NcclExecutor(DeviceExecutor):
             for row, part in zip(rows[1:], request.parts):
                 row[:] = part
             all_rows = self._all_rows(rows)
-            most = int(all_rows[:, 0, 0].max())
-            if most <= room:
+            room = int(all_rows[:, 0, 0].max())
+            if room < len(rows):
                 return [[tuple(row) for row in each[1 : each[0, 0] + 1].tolist()] for each in all_rows]
-            room = most
 
     def _all_rows(self, rows: Any) -> Any:
         """All workers' rows, of equal shape on all workers."""

@@ -70,14 +70,12 @@ def nvrtc_library() -> Any:
 
 def driver_version() -> int | None:
     """The newest CUDA that this machine's driver supports, as ``12040`` for 12.4; None without a driver."""
-    try:
-        library = ctypes.CDLL("libcuda.so.1")
-        version = ctypes.c_int()
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError, AttributeError):
         # This call touches no device.
-        status = library.cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return None
-    return version.value if status == 0 else None
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return version.value
+    return None
 
 
 def device_uuid(ordinal: int) -> str:
@@ -217,11 +215,8 @@ def reaches(ordinal: int, devices: Sequence[Device]) -> bool:
     cuda, own = cupy().cuda.runtime, device_uuid(ordinal)
     with checked("ask which GPUs reach each other"):
         visible = {device_uuid(number): number for number in range(cuda.getDeviceCount())}
-        for device in devices:
-            number = visible.get(device.uuid)
-            if device.uuid != own and (number is None or not cuda.deviceCanAccessPeer(ordinal, number)):
-                return False
-    return True
+        others = [visible.get(device.uuid) for device in devices if device.uuid != own]
+        return all(number is not None and cuda.deviceCanAccessPeer(ordinal, number) for number in others)
 
 
 def shared(devices: Sequence[Device]) -> dict[str, list[int]]:

@@ -6,6 +6,7 @@ and the rest of an allocation of a memory pool or of MXNet may hold anything.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import json
@@ -85,11 +86,7 @@ class Stream(_Handle):
                 self.address = int(runtime.streamCreateWithPriority(runtime.streamNonBlocking, _HIGHEST))
             else:
                 self.address = _by_the_driver(runtime)
-
-    @property
-    def ptr(self) -> int:
-        """The address, by the name that CuPy's launches ask for."""
-        return self.address
+        self.ptr = self.address  # for CuPy's launches
 
     def copy(self, destination: int, source: int, count: int) -> None:
         """Enqueue a copy of `count` bytes between two addresses of devices or pinned memory."""
@@ -123,15 +120,11 @@ class Stream(_Handle):
 def _by_the_driver(runtime: Any) -> int:
     """A stream of high priority from the driver: CuPy 13 has no call for it, and both kinds of streams are the same."""
     runtime.deviceSynchronize()  # creates the device's context, which the driver needs
-    made = ctypes.c_void_p()
-    try:
-        status = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority(
-            ctypes.byref(made), ctypes.c_uint(runtime.streamNonBlocking), ctypes.c_int(_HIGHEST)
-        )
-    except (OSError, AttributeError):
-        status = 1
-    if status == 0 and made.value:
-        return made.value
+    made, flags = ctypes.c_void_p(), ctypes.c_uint(runtime.streamNonBlocking)
+    with contextlib.suppress(OSError, AttributeError):
+        create = ctypes.CDLL("libcuda.so.1").cuStreamCreateWithPriority
+        if create(ctypes.byref(made), flags, ctypes.c_int(_HIGHEST)) == 0 and made.value:
+            return made.value
     log.once("stream-priority", logging.INFO, "operations on GPUs have no higher priority than the program's kernels")
     return int(runtime.streamCreateWithFlags(runtime.streamNonBlocking))
 
@@ -185,11 +178,9 @@ class PeerMemory(_Handle):
             return
         if "fault" in fields:
             raise TransportError(fields["fault"])
-        runtime = cupy().cuda.runtime
+        runtime, handle = cupy().cuda.runtime, bytes.fromhex(fields["handle"])
         with checked("map memory of another worker's GPU"):
-            self.address = int(
-                runtime.ipcOpenMemHandle(bytes.fromhex(fields["handle"]), runtime.cudaIpcMemLazyEnablePeerAccess)
-            )
+            self.address = int(runtime.ipcOpenMemHandle(handle, runtime.cudaIpcMemLazyEnablePeerAccess))
 
     def close(self) -> None:
         if self._is_mapped:

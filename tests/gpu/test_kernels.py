@@ -185,5 +185,5 @@ def test_kernels_do_not_spill(device):
     modules = Kernels(device.capability, device.multiprocessors)
     for dtype in native.DTYPES:
         for name in kernels.kernel_names(dtype):
-            local_bytes = cupy().cuda.driver.funcGetAttribute(3, modules._function(name, dtype).ptr)
+            local_bytes = cupy().cuda.driver.funcGetAttribute(3, modules._load(name, dtype)[0].ptr)
             assert local_bytes == 0, name
