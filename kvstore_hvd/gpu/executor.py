@@ -52,7 +52,7 @@ class Executor(ABC):
         activate(ordinal)
         self.ordinal, self.timeout_s = ordinal, timeout_s
         self.stream = Stream() if stream is None else stream
-        # Functions that free everything, the last one first.
+        # Functions that free memory and handles; `close` calls the last one first.
         self._closes: list[Callable[[], None]] = [self.stream.close] if stream is None else []
 
     @abstractmethod
@@ -278,10 +278,7 @@ class Piece(NamedTuple):
     offset: int
 
     def parts(self, parts: Sequence[tuple[int, int, int, int]], unit: int = 1) -> Iterator[tuple[int, int, int, int]]:
-        """What the piece has of `parts`: the rank of each, its place in the buffer, its bytes, its place in the output.
-
-        `unit` is the size of an element in bytes.
-        """
+        """The overlaps with `parts` (elements: `unit` bytes): rank, place in the buffer, bytes, place in the output."""
         begin, end = self.start * unit, (self.start + self.length) * unit
         for rank, start, nbytes, place in parts:
             low, high = max(begin, start), min(end, start + nbytes)

@@ -190,10 +190,7 @@ class Limits(NamedTuple):
     sharers: int = 1  # ranks on the device
 
     def blocks(self, most: int, meet: bool = True) -> int:
-        """The blocks of a launch (``grid.x``): at most `most`, and those that are on the device at once.
-
-        A kernel that does not meet other ranks leaves them no room.
-        """
+        """The blocks of a launch (``grid.x``), all on the device at once: with those of all sharers if ranks `meet`."""
         resident = self.multiprocessors * self.blocks_per_multiprocessor // (self.sharers if meet else 1)
         return max(1, min(most, resident))
 
@@ -219,10 +216,10 @@ def table(segments: Sequence[Segment], tile: int, size_unit: int = 1, offset_uni
     return made, int(tiles.sum())
 
 
-def fifo_bytes(channels: int, slot_vectors: int) -> int:
-    """Bytes of a rank's FIFO memory: ``[channels][SLOTS][slot_vectors]`` vectors."""
-    # ``slot_vectors`` is a multiple of 8, and like the number of channels the same on all ranks.
-    return channels * SLOTS * slot_vectors * VECTOR_BYTES
+def fifo_bytes(slot_vectors: int) -> int:
+    """Bytes of a rank's FIFO memory: ``[MAX_CHANNELS][SLOTS][slot_vectors]`` vectors."""
+    # ``slot_vectors`` is a multiple of 8, and the same on all ranks.
+    return MAX_CHANNELS * SLOTS * slot_vectors * VECTOR_BYTES
 
 
 def ring_channels(nbytes: int, slot_vectors: int, limits: Limits) -> int:

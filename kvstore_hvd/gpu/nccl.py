@@ -325,7 +325,7 @@ class NcclCommunicator:
             time.sleep(0 if waited < _SPIN_S else _PAUSE_S)
 
     def _is_idle(self, fault: str, result: int) -> bool:
-        """Whether NCCL has finished; raises what a `result` says about a fault."""
+        """Whether NCCL has finished; raises a fault that a `result` reports."""
         if result in (_SUCCESS, _IN_PROGRESS):
             return result == _SUCCESS
         fact = f"NCCL {self._library.version_text}: {fault}: {self._library.describe(result)}."

@@ -60,9 +60,8 @@ class RingExecutor(DeviceExecutor):
         self._ring_limits = kernels.Limits(min(device.multiprocessors for device in devices), 1)
         try:
             # A rank's memory: control, two halves of staging memory, FIFO.
-            fifo, fifo_bytes = kernels.CONTROL_BYTES + 2 * self._half, 0
-            if not self._is_shared:
-                fifo_bytes = kernels.fifo_bytes(kernels.MAX_CHANNELS, _SLOT_VECTORS)
+            fifo = kernels.CONTROL_BYTES + 2 * self._half
+            fifo_bytes = 0 if self._is_shared else kernels.fifo_bytes(_SLOT_VECTORS)
             bases = self._map_memory(fifo + fifo_bytes, share)
             staging = [base + kernels.CONTROL_BYTES for base in bases]
             self._staging = staging[rank]

@@ -38,7 +38,7 @@ class VirtualRanks:
         self.size, self.stream, self._timeout_s = size, Stream(), timeout_s
         self.staging_bytes, self.slot_vectors, self._flip = -(-staging_bytes // _LINE) * _LINE, slot_vectors, False
         self.modules = Kernels(device.capability, device.multiprocessors, size)
-        fifo = kernels.fifo_bytes(kernels.MAX_CHANNELS, slot_vectors)
+        fifo = kernels.fifo_bytes(slot_vectors)
         self._memory = [DeviceMemory(kernels.CONTROL_BYTES + fifo + 2 * self.staging_bytes) for _ in range(size)]
         self._words = PinnedMemory(2 * _LINE * size)
         self.words = self._words.view(np.uint32)
@@ -61,7 +61,7 @@ class VirtualRanks:
 
     def staging(self, rank: int) -> int:
         """Where the staging memory begins that the next launch uses."""
-        start = kernels.CONTROL_BYTES + kernels.fifo_bytes(kernels.MAX_CHANNELS, self.slot_vectors)
+        start = kernels.CONTROL_BYTES + kernels.fifo_bytes(self.slot_vectors)
         return self._memory[rank].address + start + self.staging_bytes * (not self._flip)
 
     def prepare(self, inputs: Sequence[Sequence[Segment]], outputs: Sequence[Sequence[Segment]]) -> tuple[int, int]:
