@@ -78,7 +78,8 @@ def device_array(array: Any, **call: Any) -> DeviceArray:
             return _from_interface(array, interface)
         return _from_dlpack(array)
     except KVHvdError as error:
-        raise type(error)(message(str(error), fix="", **call)) from error.__cause__  # its text has a fix
+        fact, _, fix = str(error).partition("\n  Fix: ")
+        raise type(error)(message(fact, fix=fix, **call)) from error.__cause__
     except Exception as error:
         # The library of the array, or the program, may raise any error and leave out any field.
         fact = f"what the array says about itself cannot be used: {type(error).__name__}: {error}."

@@ -23,7 +23,6 @@ INTERNAL = {
     "config.py": "what a parser of a setting refuses; Config.from_environ makes a ConfigError of all of them",
     "launch/jobs.py": "what a worker says and makes no sense is ignored",
     "launch/command.py": "argparse makes a text of it",
-    "gpu/kernels.py": "arguments of our own code",
     "gpu/launcher.py": "arguments of our own code",
     "horovod/alias.py": "an import fails with ModuleNotFoundError",
     "mxnet_compat/numpy_shim.py": "NumPy's protocol; the file imports nothing of this package",
