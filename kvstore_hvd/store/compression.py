@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,44 +13,41 @@ import numpy as np
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, UnsupportedDtypeError, message
 from kvstore_hvd.store.arrays import buffer_like, copy, local_sum, scaled
-from kvstore_hvd.store.keys import Call, Group
+from kvstore_hvd.store.keys import Call, Group, unique
 
 _MOST_INT8 = 127  # workers whose signs add up within int8
 
 
 def parse_compression(params: Any) -> tuple[bool, float]:
     """Read the parameters of ``set_gradient_compression``: whether to sum as float16; the threshold of 2bit, or 0."""
-    fix = "use {'type': 'fp16'}, {'type': '2bit', 'threshold': 0.5} or {'type': 'none'}."
-    operation = "set_gradient_compression"
+
+    def text(
+        fact: str, fix: str = "use {'type': 'fp16'}, {'type': '2bit', 'threshold': 0.5} or {'type': 'none'}."
+    ) -> str:
+        return message(fact, operation="set_gradient_compression", fix=fix)
+
     if not isinstance(params, Mapping):
-        raise InvalidTypeError(
-            message(f"the parameters are a {type(params).__name__}, not a dict.", operation=operation, fix=fix)
-        )
+        raise InvalidTypeError(text(f"the parameters are a {type(params).__name__}, not a dict."))
     given = dict(params)
     kind = given.pop("type", None)
     if kind is None:
-        raise InvalidRequestError(message("the parameters have no 'type'.", operation=operation, fix=fix))
+        raise InvalidRequestError(text("the parameters have no 'type'."))
     if kind not in ("none", "fp16", "2bit"):
-        raise InvalidRequestError(message(f"compression {kind!r} is not supported.", operation=operation, fix=fix))
-    threshold = _checked_threshold(given.pop("threshold", 0.5)) if kind == "2bit" else 0.0
+        raise InvalidRequestError(text(f"compression {kind!r} is not supported."))
+    threshold = 0.0
+    if kind == "2bit":
+        wanted = given.pop("threshold", 0.5)
+        wrong = text(f"the threshold is {wanted!r}.", "pass a positive number that float32 can hold.")
+        if isinstance(wanted, bool) or not isinstance(wanted, numbers.Real):
+            raise InvalidTypeError(wrong)
+        with np.errstate(over="ignore"):
+            threshold = float(np.float32(wanted))
+        if not 0.0 < threshold < math.inf:
+            raise InvalidRequestError(wrong)
     if given:
         takes = "no parameter but 'threshold'" if kind == "2bit" else "no parameters"
-        fact = f"compression {kind!r} takes {takes}, but got {sorted(map(str, given))}."
-        raise InvalidRequestError(message(fact, operation=operation, fix=fix))
+        raise InvalidRequestError(text(f"compression {kind!r} takes {takes}, but got {sorted(map(str, given))}."))
     return kind == "fp16", threshold
-
-
-def _checked_threshold(threshold: Any) -> float:
-    """The threshold as float32 has it."""
-    operation, fix = "set_gradient_compression", "pass a positive number that float32 can hold."
-    text = message(f"the threshold is {threshold!r}.", operation=operation, fix=fix)
-    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
-        raise InvalidTypeError(text)
-    with np.errstate(over="ignore"):
-        rounded = float(np.float32(threshold))
-    if not 0.0 < rounded < math.inf:
-        raise InvalidRequestError(text)
-    return rounded
 
 
 # -- 2bit: of each value one of -1, 0 and 1 is summed; the rest stays with the worker, and is added to the next --------
@@ -84,10 +82,10 @@ def signs_of(group: Group, residuals: MutableMapping[str, Any], threshold: float
             copy(sent, signs)
             operators._mul_scalar(sent, scalar=threshold, out=sent)
             mx.nd.elemwise_sub(residual, sent, out=residual)
-    return Group(group.key, [signs], [signs])
+    return Group(group.key, [signs], [signs], then=partial(_expand, signs, threshold, unique(group.outs)))
 
 
-def expand(signs: Any, threshold: float, outs: Sequence[Any]) -> None:
+def _expand(signs: Any, threshold: float, outs: Sequence[Any]) -> None:
     """Write the sum of signs, times the threshold, to every out; asynchronous."""
     import mxnet as mx
 

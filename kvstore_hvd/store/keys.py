@@ -9,7 +9,7 @@ import functools
 import hashlib
 import operator
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Union
 
@@ -47,6 +47,7 @@ class Group:
     values: list[Any] = field(default_factory=list)  # contributions, one for each device
     outs: list[Any] = field(default_factory=list)  # arrays that receive the result
     is_row_sparse: bool = False  # all arrays, as `check_group` finds
+    then: Callable[[], None] | None = None  # called once the outs are written; asynchronous like copies
 
     @functools.cached_property
     def facts(self) -> dict[int, mxnet_compat.Facts]:

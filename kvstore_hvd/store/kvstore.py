@@ -40,11 +40,15 @@ from kvstore_hvd.store.keys import (
     wire_name,
 )
 from kvstore_hvd.store.operations import Operations, Step
-from kvstore_hvd.store.usage import Measured, Report, Usage
+from kvstore_hvd.store.usage import Report, Usage
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
 
 __all__ = ["Horovod"]
+
+
+def _of_topology(attribute: str, doc: str) -> Any:
+    return property(lambda store: getattr(store._member.topology, attribute), doc=doc)
 
 
 class Horovod(mx.kvstore.KVStoreBase):
@@ -88,61 +92,22 @@ class Horovod(mx.kvstore.KVStoreBase):
         """``'horovod'``."""
         return "horovod"
 
-    @property
-    def rank(self) -> int:
-        """This worker's rank: 0 to ``num_workers - 1``."""
-        return self._member.topology.rank
-
-    @property
-    def num_workers(self) -> int:
-        """Number of workers."""
-        return self._member.topology.size
-
-    @property
-    def local_rank(self) -> int:
-        """This worker's rank on its host: 0 to ``local_size - 1``."""
-        return self._member.topology.local_rank
-
-    @property
-    def local_size(self) -> int:
-        """Number of workers on this host."""
-        return self._member.topology.local_size
-
-    @property
-    def cross_rank(self) -> int:
-        """This host's number, among the hosts that have a worker with this local rank."""
-        return self._member.topology.cross_rank
-
-    @property
-    def cross_size(self) -> int:
-        """Number of hosts that have a worker with this local rank."""
-        return self._member.topology.cross_size
+    rank = _of_topology("rank", "This worker's rank: 0 to ``num_workers - 1``.")
+    num_workers = _of_topology("size", "Number of workers.")
+    local_rank = _of_topology("local_rank", "This worker's rank on its host: 0 to ``local_size - 1``.")
+    local_size = _of_topology("local_size", "Number of workers on this host.")
+    cross_rank = _of_topology(
+        "cross_rank", "This host's number, among the hosts that have a worker with this local rank."
+    )
+    cross_size = _of_topology("cross_size", "Number of hosts that have a worker with this local rank.")
 
     # -- Collectives ------------------------------------------------------------------------------------------------
 
     def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Copy rank 0's value into every out of every worker. Asynchronous.
 
-        Parameters
-        ----------
-        key : int or str, or a list of them
-            With a list, value and out have one entry for each key.
-        value : NDArray, or a list with one
-            Read on rank 0 only; of the same shape and dtype on all workers.
-        out : NDArray or list of NDArray, optional
-            May be on other devices and have other dtypes (values are cast), but must have the value's shape. By
-            default the result is written to `value`.
-        priority : int
-            Higher ones are executed first.
-
-        Raises
-        ------
-        InvalidTypeError, InvalidRequestError, UnsupportedDtypeError
-            The arguments are wrong; nothing was submitted.
-        InputFailedError
-            MXNet refused an operation, which failed on all workers; those of other keys were submitted.
-        HorovodInternalError
-            The world is lost.
+        Parameters and exceptions as `pushpull`, but for one: `value` is an array, or a list with one, which is read on
+        rank 0 only. By default the result is written to it.
         """
         with self._member.submitting():
             call, groups = self._check("broadcast", key, value, out)
@@ -161,7 +126,7 @@ class Horovod(mx.kvstore.KVStoreBase):
         value : NDArray or list of NDArray
             One for each device of this worker, all of one shape and dtype; the same ones on all workers.
         out : NDArray or list of NDArray, optional
-            May be on other devices and have other dtypes (the sum is cast), but must have the value's shape. By
+            May be on other devices and have other dtypes (the result is cast), but must have the value's shape. By
             default the sum is written to every value. All values of all keys are read before anything is written.
         priority : int
             Higher ones are executed first.
@@ -226,26 +191,13 @@ class Horovod(mx.kvstore.KVStoreBase):
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write what was last pushed (or initialised) under a key to every out.
 
-        Parameters
-        ----------
-        key : int or str, or a list of them
-            With a list, out has one entry for each key.
-        out : NDArray or list of NDArray
-            Values are cast to their dtype.
-        priority, ignore_sparse
-            Without effect.
-
-        Raises
-        ------
-        InvalidRequestError
-            Nothing was pushed under a key, or shapes differ.
-        InvalidTypeError, UnsupportedDtypeError, HorovodInternalError
-            As `pushpull`.
+        As `pushpull`, but `priority` and `ignore_sparse` are without effect. InvalidRequestError also means that
+        nothing was pushed under a key.
         """
         if self._left_out and key in self._left_out:
             return
-        call = self._call("pull")
         with self._member.submitting():
+            call = self._call("pull")
             groups = group_arguments(call, key, out, role="out")
             for group in groups:
                 stored = self._stored.get(str(group.key))
@@ -331,38 +283,33 @@ class Horovod(mx.kvstore.KVStoreBase):
 
             - ``'workers'``: their number.
             - ``'operations'``: calls of each kind. ``'bytes'``: of this worker's arrays.
-            - ``'arena'``: ``'used'`` and ``'capacity'`` in bytes of the memory for gradients that workers sum in place;
-              of all stores of this worker.
-            - ``'rounds'``: ``'count'``; ``'exposed_ms'``: milliseconds, summed over all rounds, from the last
-              submission of a round until none of its operations was in flight (in training: how long the steps waited
-              for communication); ``'reducing_ms'``: the part of that time in which something was being reduced (the
-              rest was spent waiting for other workers). All operations of this worker since the workers met count, also
-              barriers and those on NumPy arrays.
+            - ``'arena'``: bytes ``'used'`` and ``'capacity'`` of the memory for gradients that workers sum in place; of
+              all stores of this worker.
+            - ``'rounds'``: ``'count'``; ``'exposed_ms'``: milliseconds in which an operation was exposed (in training:
+              how long the steps waited for communication); ``'reducing_ms'``: the part of these in which something was
+              being reduced (the rest was spent waiting for other workers). All operations of this worker since the
+              workers met count, also barriers and those on NumPy arrays.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
-            - ``'keys'``: for each key, under the parameter's name where it is known: ``'operations'``, ``'bytes'``, and
-              what the engine measured since the workers met: ``'algorithm'`` of the last operation ('inline',
-              'one-shot', 'two-shot', 'direct', 'broadcast'; 'link-sum' and 'link-broadcast' over hosts; 'device' for
-              arrays on a GPU, 'failed', or '' when it knows nothing); ``'staged'``: why arrays are copied through
-              staging memory ('' when they are not); ``'submitted'``: when the last operation was submitted, in seconds
-              of ``time.monotonic()``; ``'ms'``: of each of the three times ``'mean'`` and ``'last'``. Keys after the
-              first 10,000 are counted together.
+            - ``'keys'``: for each key, under the parameter's name where it is known (those after the first 10,000
+              together): ``'operations'``, ``'bytes'``, and what the engine measured since the workers met:
+              ``'algorithm'`` of the last operation ('inline', 'one-shot', 'two-shot', 'direct', 'broadcast';
+              'link-sum' and 'link-broadcast' over hosts; 'device' on a GPU, 'failed', or '' when nothing is known);
+              ``'staged'``: why arrays are copied through staging memory ('': they are not); ``'submitted'``: when the
+              last operation was, in seconds of ``time.monotonic()``; ``'ms'``: ``'mean'`` and ``'last'`` of each time.
 
             *queued*: from when the array is ready until all workers have theirs ready and the first chunk is scheduled.
             *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation of this
             worker's hid. A round is a series of operations in which no key occurs twice: in training, a step. An
-            operation is exposed from the last submission of its round until it is complete (or the next round begins);
-            one that completes before that last submission is not exposed at all. The exposed times of a round overlap:
-            the communication that a step waits for is their maximum, not their sum.
+            operation is exposed from the last submission of its round until it is complete (or the next round begins),
+            so not at all if it completes before. The exposed times of a round overlap: the communication that a step
+            waits for is their maximum, not their sum.
         """
         memory = self._member.arena
         arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}
         measured = self._member.report()
         keys = self._usage.report(self._names, lambda key: self._measured(key, measured.names))
-        rounds = {
-            "count": measured.rounds,
-            "exposed_ms": measured.exposed * 1e3,
-            "reducing_ms": measured.reducing * 1e3,
-        }
+        times = {"exposed_ms": measured.exposed * 1e3, "reducing_ms": measured.reducing * 1e3}
+        rounds = {"count": measured.rounds, **times}
         return Report({"workers": self.num_workers, "arena": arena, "rounds": rounds, **keys})
 
     def reset(self) -> None:
@@ -488,7 +435,7 @@ class Horovod(mx.kvstore.KVStoreBase):
 
     # -- How it works -----------------------------------------------------------------------------------------------
 
-    def _measured(self, key: str, measured: Mapping[str, Statistics]) -> Measured | None:
+    def _measured(self, key: str, measured: Mapping[str, Statistics]) -> tuple[Statistics, str] | None:
         statistics = measured.get(wire_name(self._namespace, key))
         if statistics is None:
             return None
@@ -501,7 +448,7 @@ class Horovod(mx.kvstore.KVStoreBase):
                 staged = "not a Trainer's gradient"
             else:
                 staged = own or "staged by another worker"
-        return Measured(statistics, staged)
+        return statistics, staged
 
     def _label(self, key: str) -> str:
         """How messages name a key, given as text."""

@@ -4,7 +4,7 @@ import pytest
 
 from kvstore_hvd.native import Statistics, Times
 from kvstore_hvd.store import usage
-from kvstore_hvd.store.usage import OTHER_KEYS, Batch, Measured, Report, Usage
+from kvstore_hvd.store.usage import OTHER_KEYS, Batch, Report, Usage
 
 NOTHING = {
     "algorithm": "",
@@ -67,7 +67,7 @@ def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
         counted.add("pushpull", 0, 1 << 20)
     counted.add("broadcast", "loss", 4)
     statistics = Statistics(4, 4 << 20, "two-shot", Times(1.0, 2.0, 0.5), Times(0.25, 1.0, 0.0), 77.0)
-    entries = counted.report({"0": "weight"}, {"0": Measured(statistics, "3 devices")}.get)
+    entries = counted.report({"0": "weight"}, {"0": (statistics, "3 devices")}.get)
     assert entries["ms"] == {"queued": 1000.0, "reducing": 2000.0, "exposed": 500.0}
     assert entries["keys"]["weight"] == {
         "operations": {"pushpull": 4},
