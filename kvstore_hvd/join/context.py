@@ -30,8 +30,8 @@ from kvstore_hvd.errors import (
     MismatchError,
     message,
 )
-from kvstore_hvd.join.following import LEFT, Pauses, Withdrawal, is_withdrawn, submit_sum, wait_for
-from kvstore_hvd.join.joinables import Joinable, TrainerHook, _JoinConfig, check_stores, joinable_for
+from kvstore_hvd.join.following import LEFT, Pauses, Withdrawal, early_name, is_withdrawn, submit_sum, wait_for
+from kvstore_hvd.join.joinables import Joinable, TrainerHook, joinable_for
 from kvstore_hvd.mxnet_compat.hooks import in_one_line
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import Member
@@ -111,45 +111,41 @@ class Join:
         if len({id(joinable) for joinable in self._joinables}) < len(joinables):
             fact, fix = "a joinable was given twice.", "pass each of them once."
             raise InvalidRequestError(message(fact, operation="Join", fix=fix))
-        check_stores(self._joinables)
+        self._trainers = [hook for hook in self._hooks if isinstance(hook, TrainerHook)]
+        if len({id(hook.joinable.store) for hook in self._trainers}) < len(self._trainers):
+            fact, fix = "two Trainers use the same store.", "give each its own: kvstore='horovod'."
+            prefix = self._trainers[0].joinable.world.topology.prefix
+            raise InvalidRequestError(message(fact, **prefix, operation="Join", fix=fix))
         groups = [joinable.join_process_group for joinable in self._joinables]
         if any(group is not groups[0] for group in groups):
             fact = "Using join context manager with multiple process groups"
             raise InvalidRequestError(message(fact, fix="nest one Join for each process set."))
-        # That of a process set, if the joinables have one.
         self._world = process.current().member if groups[0] is None else groups[0].world("Join")
-        self._trainers = [hook for hook in self._hooks if isinstance(hook, TrainerHook)]
         self._has_only_trainers = len(self._trainers) == len(self._hooks)
+        self._thread = 0
         # Steps are seen in the engine; otherwise workers announce each iteration.
         self._follows_steps = not self._throws and self._has_only_trainers
         unknown = set(kwargs) - {"divide_by_initial_world_size"}
         if self._has_only_trainers and unknown:  # other joinables may take more arguments
             fact = f"Join of Trainers has no argument {sorted(unknown)[0]!r}."
             raise InvalidTypeError(message(fact, fix="leave it out; divide_by_initial_world_size is the only one."))
-        self._followed = 0  # iterations
-        self._beginner: Optional[Joinable] = None  # of Trainers alone, the first one that this worker has stepped
-        self._number = 0  # from 1: of this Join in its world, equal on all workers
-        self._early = ""  # name of the sum by which workers tell whether they have ended
-        self._thread = 0
-        self._before: list[_JoinConfig] = []
-        self._held: list[Member] = []  # worlds with unread errors that may be of withdrawn operations
 
     def __enter__(self) -> Join:
         if self._enable:
-            if any(hook.joinable.is_in_a_context for hook in self._trainers):
+            if any(hook.joinable._join is not None for hook in self._trainers):
                 fix = "leave the first one, or nest contexts of other Trainers."
                 raise InvalidRequestError(message("a Trainer is in a Join already.", operation="Join", fix=fix))
             if any(each._enable and each._thread != threading.get_ident() for each in _entered):
                 fact, fix = "another thread is in a Join.", "use one thread for all of them."
                 raise InvalidRequestError(message(fact, operation="Join", fix=fix))
-            self._number = self._world.next_number("Join")
-            self._early = f"join/{self._number}/early"
-        self._before = [joinable._join_config for joinable in self._joinables]
+            self._number = self._world.next_number("Join")  # from 1, equal on all workers
+        self._before = [joinable._join for joinable in self._joinables]
         for joinable in self._joinables:
-            joinable._join_config = _JoinConfig(self._enable, self)
-        self._followed = 0
-        self._beginner = None
+            joinable._join = self if self._enable else None
+        self._followed = 0  # iterations
+        self._beginner: Optional[Joinable] = None  # of Trainers alone, the first one that this worker has stepped
         self._thread = threading.get_ident()
+        # Worlds with unread errors that may be of withdrawn operations.
         self._held = process.current().worlds_within(self._world) if self._enable and self._throws else []
         for world in self._held:
             world.hold_unread(1)
@@ -164,10 +160,10 @@ class Join:
                 self._followed = 0  # without the iterations at the end of a context within this one
                 if self._throws:
                     self._end_all()
-                elif self._follows_steps:
-                    self._follow_steps()
-                else:
+                elif not self._follows_steps:
                     self._follow()
+                elif not self._world.is_alone:
+                    self._follow_steps()
                 for hook in self._hooks:
                     hook.post_hook(self._followed == 0)
         except BaseException as failure:
@@ -180,8 +176,8 @@ class Join:
             for world in self._held:
                 world.hold_unread(-1)
             # A later use outside of the context must not wait for workers that are not in it.
-            for joinable, config in zip(self._joinables, self._before):
-                joinable._join_config = config
+            for joinable, before in zip(self._joinables, self._before):
+                joinable._join = before
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Optional[native.Work]:
@@ -198,12 +194,11 @@ class Join:
         RuntimeError
             A worker is exhausted, and the context was made with `throw_on_early_termination`.
         """
-        assert hasattr(joinable, "_join_config"), (
+        assert hasattr(joinable, "_join"), (
             f"Check that the {type(joinable)} constructor calls the ``Joinable`` constructor"
         )
-        config = joinable._join_config
-        context: Join = config.context
-        if not config.enable or context._follows_steps:
+        context: Optional[Join] = joinable._join
+        if context is None or context._follows_steps:
             return None
         if context._has_only_trainers:
             # Their order is that of their steps, which is the same on all workers with input.
@@ -247,7 +242,7 @@ class Join:
         """End the body of a context that throws; raises if another worker has begun an iteration."""
         if self._world.is_alone:
             return
-        withdrawal = Withdrawal(self._world, self._number, self._early)
+        withdrawal = Withdrawal(self._world, self._number)
         if withdrawal.drain():  # others have declined operations of this worker
             self._begin_or_throw()
         work, present = self._submit(LEFT, 0)
@@ -258,7 +253,7 @@ class Join:
 
     def _throw(self, text: str, withdrawal: Optional[Withdrawal] = None) -> NoReturn:
         """Raise on all workers, once the operations that only some of them have submitted are over."""
-        withdrawal = withdrawal or Withdrawal(self._world, self._number, self._early)
+        withdrawal = withdrawal or Withdrawal(self._world, self._number)
         withdrawal.drain()
         # Patient: a host learns of operations that another one submits after this one only once all have come to it.
         work, _ = self._submit(f"{native.PATIENT}join/{self._number}/withdrawn", 0)
@@ -278,8 +273,6 @@ class Join:
         # left. Until then the engine lists the operations that others have submitted and this worker has not: the
         # gradients of a step. Nothing here blocks for one Trainer: another worker may wait for another Trainer's step.
         current = self._world
-        if current.is_alone:
-            return
         # The others may step Trainers of contexts around this one before they leave this one.
         contexts = [each for each in _entered if each._follows_steps and each._world is current and each._enable]
         hooks = {hook: each for each in contexts for hook in each._trainers}
@@ -303,7 +296,7 @@ class Join:
                 is_over = left is not None and left.done
                 begun = [] if is_over else self._begun([hook for hook in hooks if hook not in steps])
                 for hook in begun:
-                    hook.begin()
+                    hook.joinable.submit_zeros(hook.weight)
                     steps[hook] = waiting.submit(hook.joinable.wait)
                     hooks[hook]._count()
                 pauses.after(found=bool(begun))
@@ -361,7 +354,7 @@ class Join:
 
     def _wait_for_early(self, early: int) -> bool:
         """Whether a worker has ended early; waits for all."""
-        work, total = self._submit(self._early, early)
+        work, total = self._submit(early_name(self._number), early)
         self._world.engine().wait(work)
         return bool(total[0] > 0)
 

@@ -206,6 +206,11 @@ def _refusal(world: Member, number: int) -> str:
     return f"this worker has no more input in Join {number}{world.topology.group}, which is to throw then."
 
 
+def early_name(number: int) -> str:
+    """The name of the sum by which workers tell each other whether they have ended, in a Join of this number."""
+    return f"join/{number}/early"
+
+
 class Withdrawal:
     """One worker's part in the end of a Join that throws because a worker has no more input.
 
@@ -215,15 +220,14 @@ class Withdrawal:
     have come to that.
     """
 
-    def __init__(self, world: Member, number: int, early: str) -> None:
+    def __init__(self, world: Member, number: int) -> None:
         self._world = world
         self._refusal = _refusal(world, number)
         self._is_withdrawn = functools.partial(is_withdrawn, world=world, number=number)
         # The workers of process sets within it are all in the Join.
         self._worlds = process.current().worlds_within(world)
-        # In `early`, workers of this Join tell each other whether they have ended. A Join of a process set may use the
-        # same name there.
-        self._answers: _Answers = {(world, early): None}
+        # Not to be answered; a Join of a process set may use the same name there.
+        self._answers: _Answers = {(world, early_name(number)): None}
 
     def drain(self) -> bool:
         """Wait for all operations that this worker has pushed to MXNet; returns whether others have declined one."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -46,13 +46,6 @@ class JoinHook:
         """
 
 
-class _JoinConfig(NamedTuple):
-    """The context of a joinable."""
-
-    enable: bool = False
-    context: Any = None
-
-
 class Joinable(ABC):
     """An object that communicates in each iteration, and can take part in iterations without input.
 
@@ -61,7 +54,7 @@ class Joinable(ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self._join_config = _JoinConfig()
+        self._join: Any = None  # the innermost Join around this one, if it is enabled
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -84,23 +77,14 @@ class Joinable(ABC):
 def joinable_for(thing: Any) -> Joinable:
     """The joinable itself, or the one of a Trainer."""
     if mxnet_compat.is_trainer(thing):
-        joinable: Joinable | None = mxnet_compat.exchange_of(thing).joinable
-        if joinable is None:
-            joinable = _TrainerJoinable(thing)
-            mxnet_compat.exchange_of(thing).joinable = joinable
-        return joinable
+        exchange = mxnet_compat.exchange_of(thing)
+        if exchange.joinable is None:
+            exchange.joinable = _TrainerJoinable(thing)
+        thing = exchange.joinable
     if not isinstance(thing, Joinable):
         fact = f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}."
         raise InvalidTypeError(message(fact, fix="pass the Trainer itself: Join([trainer])."))
     return thing
-
-
-def check_stores(joinables: Sequence[Joinable]) -> None:
-    """Raise InvalidRequestError when two Trainers share a store: their gradients would have the same names."""
-    stores = [each.store for each in joinables if isinstance(each, _TrainerJoinable)]
-    if len({id(store) for store in stores}) < len(stores):
-        fact, fix = "two Trainers use the same store.", "give each its own: kvstore='horovod'."
-        raise InvalidRequestError(message(fact, **stores[0]._member.topology.prefix, operation="Join", fix=fix))
 
 
 class _TrainerJoinable(Joinable):
@@ -116,6 +100,7 @@ class _TrainerJoinable(Joinable):
             prefix = process.current().topology.prefix
             raise InvalidRequestError(message(fact, **prefix, operation="Join", name="Trainer", fix=fix))
         self.store = store
+        self.world: Member = store._member  # the workers that it exchanges gradients with
         self._weight = 1.0  # of the pending step without input
         self._divisor = 1.0  # MXNet divides the gradients of the present step by it
 
@@ -131,23 +116,13 @@ class _TrainerJoinable(Joinable):
         return getattr(self.trainer, "_process_group", None)
 
     @property
-    def world(self) -> Member:
-        """The workers that it exchanges gradients with."""
-        return self.store._member
-
-    @property
-    def is_in_a_context(self) -> bool:
-        """Whether its Join is under way."""
-        return self._join_config.enable
-
-    @property
     def is_deferred(self) -> bool:
         """Whether a parameter waits for its shape, which the others know."""
         return any(map(mxnet_compat.is_deferred, self.trainer._params))
 
     def step(self, original: Callable[..., None], batch_size: Any, ignore_stale_grad: bool) -> None:
         """``Trainer.step``; `original` is MXNet's."""
-        if not self._join_config.enable or self.world.is_alone:
+        if self._join is None or self.world.is_alone:
             original(batch_size, ignore_stale_grad)
             return
         try:
@@ -162,7 +137,7 @@ class _TrainerJoinable(Joinable):
                 fact = "its gradient is stale: workers without input cannot know that it is to be ignored."
                 fix = "give the Trainer only parameters that every step uses, or leave the Join."
                 raise self._refusal(fact, fix, mxnet_compat.labels_of(self.trainer)[key])
-        self._join_config.context.notify_join_context(self)
+        self._join.notify_join_context(self)
         self._start()  # sets the gradient compression of the store
         if self._has_halves:
             self.trainer._allreduce_grads()
@@ -208,7 +183,7 @@ class _TrainerJoinable(Joinable):
             mxnet_compat.zero_added_gradients(parameter)
 
     def check_reduction(self) -> None:
-        if self._join_config.enable and not self.world.is_alone:
+        if self._join is not None and not self.world.is_alone:
             fact = "allreduce_grads() and update() cannot be used within Join: workers without input could not follow."
             raise self._refusal(fact, "call step(); to clip gradients, give the optimizer clip_gradient.")
 
@@ -251,12 +226,12 @@ class TrainerHook(JoinHook):
 
     def __init__(self, joinable: _TrainerJoinable, divide_by_initial_world_size: bool) -> None:
         self.joinable = joinable
-        self._weight = _ABSENT if divide_by_initial_world_size else _NOT_COUNTED
+        self.weight = _ABSENT if divide_by_initial_world_size else _NOT_COUNTED
 
     def main_hook(self) -> None:
         """Take a step of the others; waits for its end."""
         self._await_shapes()
-        self.begin()
+        self.joinable.submit_zeros(self.weight)
         self.joinable.wait()
         self.joinable.update()
 
@@ -265,24 +240,18 @@ class TrainerHook(JoinHook):
         trainer, store, world = self.joinable.trainer, self.joinable.store, self.joinable.world
         if world.is_alone:
             return
-        is_started = trainer._kv_initialized and not self.joinable.is_deferred
-        row = np.array([is_last_joiner, is_started], np.int64)
+        row = np.array([is_last_joiner, trainer._kv_initialized and not self.joinable.is_deferred], np.int64)
         with world.submitting():
             rows = world.all_rows("Join", f"{store._namespace}/join/end", "the end of a Join", row)
         if not rows[:, 1].all():
             return  # nobody has taken a step
         # Without a last joiner each worker has followed another one, with a Trainer of its own.
         root = int(np.flatnonzero(rows[:, 0] if rows[:, 0].any() else rows[:, 1]).max())
-        keys = self._keys()
-        for key, parameter in keys:
+        for key, parameter in self._keys():
             if parameter.grad_req == "null":
                 store._broadcast_from(root, key, parameter.list_data())
         labels = mxnet_compat.labels_of(trainer)
-        store._verify([(f"'{labels[key]}' (key {key})", each) for key, each in keys], "at the end of a Join")
-
-    def begin(self) -> None:
-        """Submit gradients of zero."""
-        self.joinable.submit_zeros(self._weight)
+        store._verify([(f"'{labels[key]}' (key {key})", each) for key, each in self._keys()], "at the end of a Join")
 
     def _await_shapes(self) -> None:
         """Wait until the others broadcast the parameters whose shapes this worker does not know."""
@@ -310,10 +279,10 @@ class TrainerHook(JoinHook):
         shapes = {one.name: one.announced.shape for one in missed if one.announced is not None}
         for key, parameter in self._keys():
             if mxnet_compat.is_deferred(parameter):
-                names = (self._wire_name(key), *mxnet_compat.awaited_names(parameter))
-                name = next((name for name in names if name in shapes), None)
-                if name is not None:
-                    mxnet_compat.initialize(parameter, shapes[name])
+                for name in (self._wire_name(key), *mxnet_compat.awaited_names(parameter)):
+                    if name in shapes:
+                        mxnet_compat.initialize(parameter, shapes[name])
+                        break
 
     def has_begun(self, missed: Sequence[Missed]) -> bool:
         """Whether others have begun a step, and this worker can follow."""

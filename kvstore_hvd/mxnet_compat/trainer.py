@@ -371,7 +371,7 @@ def exchange_gradients(trainer: Any, one_by_one: Callable[[Any], None], in_one_c
         return
     stale: list[int] = []
     # An enabled Join refuses stale gradients.
-    if exchange.ignores_stale and not (exchange.joinable is not None and exchange.joinable.is_in_a_context):
+    if exchange.ignores_stale and not (exchange.joinable is not None and exchange.joinable._join is not None):
         stale, exchange.fresh_anywhere = exchange.share_freshness(trainer, store)
     loaded: list[int] = []
     is_compared = vars(trainer._updaters[0]).get(COMPARED) is store._member.topology

@@ -30,7 +30,7 @@ def test_uneven_inputs(rank, size, skew):
     assert counter.was_last == (counts[rank] == max(counts))
     assert counter.arguments == {"color": "red"}
     # Outside, nothing waits for those that are not there.
-    assert not counter._join_config.enable
+    assert not counter._join
     assert Join.notify_join_context(counter) is None
 
 
@@ -80,7 +80,7 @@ def test_an_exception_frees_the_others(rank, size):
             if rank == last and number == 2:
                 raise ValueError("no such caf\udce9")
             counter.count(1)
-    assert not counter._join_config.enable
+    assert not counter._join
     kvstore_hvd.reset()
     assert kvstore_hvd.allreduce(np.ones(1), "goes on")[0] == size
 
