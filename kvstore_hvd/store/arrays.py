@@ -17,12 +17,12 @@ from kvstore_hvd import mxnet_compat, native
 def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tuple[int, ...] | None = None) -> Any:
     """A fresh uninitialised array of `array`'s class, and of its dtype and shape unless others are given."""
     # It lies on the CPU unless a context is given. A row_sparse one has no rows.
-    shape = array.shape if shape is None else shape
+    shape, dtype = array.shape if shape is None else shape, array.dtype if dtype == "" else dtype
     if array.stype == "row_sparse":
         import mxnet as mx
 
-        return mx.nd.sparse.zeros("row_sparse", shape, context or mx.cpu(), array.dtype if dtype == "" else dtype)
-    return new_array(shape, array.dtype if dtype == "" else dtype, context, is_np=mxnet_compat.is_np_ndarray(array))
+        return mx.nd.sparse.zeros("row_sparse", shape, context or mx.cpu(), dtype)
+    return new_array(shape, dtype, context, is_np=mxnet_compat.is_np_ndarray(array))
 
 
 def new_array(shape: tuple[int, ...], dtype: Any, context: Any, *, is_np: bool) -> Any:
@@ -38,7 +38,7 @@ def copy(source: Any, destination: Any) -> None:
     """Copy all elements, casting to the destination's dtype; asynchronous. Both have the same shape."""
     import mxnet as mx
 
-    with _shapes_of(source), mx.autograd.pause():
+    with _for_shape(source.shape), mx.autograd.pause():
         if source.stype == "row_sparse":
             if source.dtype != destination.dtype:
                 source = source.astype(destination.dtype)
@@ -51,14 +51,13 @@ def copy(source: Any, destination: Any) -> None:
 def local_sum(values: Sequence[Any]) -> Any:
     """The sum of a process's own arrays, in order, as a new array on the first one's device; asynchronous."""
     # Halves are summed in float32 and rounded once, by the native kernels on the CPU and by the same rule elsewhere.
-    import mxnet as mx
-
     first = values[0]
-    context = mxnet_compat.context_of(first)
     if _is_on_cpu(first):
         return _reduced(values, 1.0, 1.0)
-    dtype = mxnet_compat.dtype_name(first)
-    with _shapes_of(first), mx.autograd.pause():
+    context, dtype = mxnet_compat.context_of(first), mxnet_compat.dtype_name(first)
+    import mxnet as mx
+
+    with _for_shape(first.shape), mx.autograd.pause():
 
         def widened(array: Any) -> Any:
             wide = mx.nd.empty(array.shape, context, "float32" if dtype in ("float16", "bfloat16") else array.dtype)
@@ -81,11 +80,13 @@ def scaled(array: Any, prescale: float, postscale: float) -> Any:
     # The native kernels compute it, as with several workers: integers scale in float64 and are truncated after each
     # factor, halves scale in float32 and are rounded after each factor.
     result = _reduced([array], prescale, postscale)
-    if _is_on_cpu(array):
-        return result
-    there = buffer_like(array, context=mxnet_compat.context_of(array))
-    copy(result, there)
-    return there
+    return result if _is_on_cpu(array) else _on(mxnet_compat.context_of(array), result)
+
+
+def _on(context: Any, array: Any) -> Any:
+    copied = buffer_like(array, context=context)
+    copy(array, copied)
+    return copied
 
 
 def _is_on_cpu(array: Any) -> bool:
@@ -97,24 +98,16 @@ def _reduced(values: Sequence[Any], prescale: float, postscale: float) -> Any:
     result = buffer_like(values[0])
     if 0 in result.shape:
         return result
-    sources = [value if _is_on_cpu(value) else buffer_like(value) for value in values]
-    for value, source in zip(values, sources):
-        if source is not value:
-            copy(value, source)
+    sources = [value if _is_on_cpu(value) else _on(None, value) for value in values]
     reductions = _local_reductions(mxnet_compat.libmxnet_path(), mxnet_compat.engine_is_naive())
-    reductions.reduce(
-        [mxnet_compat.handle_of(each) for each in sources], mxnet_compat.handle_of(result), prescale, postscale
-    )
+    handles = [mxnet_compat.handle_of(each) for each in (*sources, result)]
+    reductions.reduce(handles[:-1], handles[-1], prescale, postscale)
     return result
 
 
 @functools.cache
 def _local_reductions(libmxnet: str, naive: bool) -> native.LocalReductions:
     return native.LocalReductions(libmxnet, naive)
-
-
-def _shapes_of(array: Any) -> contextlib.AbstractContextManager[Any]:
-    return _for_shape(array.shape)
 
 
 def _for_shape(shape: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:

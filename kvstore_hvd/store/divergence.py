@@ -87,17 +87,12 @@ def compare(parameters: Sequence[tuple[str, Any]], namespace: str, when: str, wo
 def _diverged(world: Member, label: str, by_rank: Array, differing: int, total: int, when: str) -> DivergedError:
     topology = world.topology
     details = topology.listed(_SHOWN.get(value, f"{value % 2**64:016x}") for value in by_rank.tolist())
-    others = f"{differing} of {total} parameters differ; this is the first one." if total > 1 else ""
-    return DivergedError(
-        message(
-            f"the workers' parameters differ{' ' if when else ''}{when}. Hashes of their bytes:",
-            **topology.prefix,
-            operation=f"verify {label}",
-            details=[*details, *([others] if others else [])],
-            fix="restore a checkpoint on every worker, and find what only some of them do: set_data(), a skipped step,"
-            " an update outside the Trainer, other optimizer settings.",
-        )
-    )
+    if total > 1:
+        details.append(f"{differing} of {total} parameters differ; this is the first one.")
+    fact = f"the workers' parameters differ{' ' if when else ''}{when}. Hashes of their bytes:"
+    fix = "restore a checkpoint on every worker, and find what only some of them do: set_data(), a skipped step, an "
+    fix += "update outside the Trainer, other optimizer settings."
+    return DivergedError(message(fact, **topology.prefix, operation=f"verify {label}", details=details, fix=fix))
 
 
 def _hash(parameter: Any) -> int:

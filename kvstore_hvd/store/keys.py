@@ -16,13 +16,7 @@ from typing import Any, NoReturn, Union
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
-from kvstore_hvd.errors import (
-    InvalidRequestError,
-    InvalidTypeError,
-    MismatchError,
-    UnsupportedDtypeError,
-    message,
-)
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, MismatchError, UnsupportedDtypeError, message
 from kvstore_hvd.world.topology import Topology
 
 Key = Union[int, str]
@@ -115,18 +109,11 @@ class Call:
 
     def message(self, key: Key | None, fact: str, fix: str = "", details: tuple[str, ...] = ()) -> str:
         """The text of an error of this call about `key` (None: about the call as a whole)."""
-        name, shown = "" if key is None else self.names.get(str(key), ""), key
+        name = "" if key is None else self.names.get(str(key), "")
         if not name and isinstance(key, str):
-            name, shown = key, None
-        return message(
-            fact,
-            **self.topology.prefix,
-            operation=self.operation,
-            name=name,
-            key=shown,
-            details=details,
-            fix=fix,
-        )
+            name, key = key, None
+        subject: dict[str, Any] = {"operation": self.operation, "name": name, "key": key}
+        return message(fact, **self.topology.prefix, **subject, details=details, fix=fix)
 
     def compare(
         self, key: Key | None, what: str, values: Sequence[Any], fix: str, shown: Sequence[Any] | None = None
@@ -164,9 +151,7 @@ def priority_of(call: Call, priority: Any) -> int:
 
 def group_arguments(call: Call, key: Any, value: Any, out: Any = None, role: str = "value") -> list[Group]:
     """Group the arguments of a call by key."""
-    keys, values, outs = [key], [value], [out]
-    if isinstance(key, (list, tuple)):
-        keys = list(key)
+    keys, values, outs = list(key) if isinstance(key, (list, tuple)) else [key], [value], [out]
     for one_key in keys:
         _check_key(call, one_key)
     if isinstance(key, (list, tuple)):

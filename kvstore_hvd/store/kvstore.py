@@ -19,9 +19,7 @@ import mxnet as mx
 import numpy as np
 
 from kvstore_hvd import log, mxnet_compat, native
-from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedMethodError
-from kvstore_hvd.native import Statistics
 from kvstore_hvd.store import divergence
 from kvstore_hvd.store.arrays import buffer_like, copy
 from kvstore_hvd.store.compression import arrays_from, parse_compression, values_of
@@ -149,13 +147,7 @@ class Horovod(mx.kvstore.KVStoreBase):
             self._operations.pushpull(call, groups, priority_of(call, priority), self._reduction)
 
     def barrier(self) -> None:
-        """Wait until every worker has called it. Does not wait for pending operations on arrays.
-
-        Raises
-        ------
-        HorovodInternalError
-            The world is lost.
-        """
+        """Wait until every worker has called it, but not for operations on arrays. Raises HorovodInternalError."""
         self._member.barrier(self._namespace)
 
     _barrier = barrier
@@ -230,13 +222,7 @@ class Horovod(mx.kvstore.KVStoreBase):
         self._no_servers("load_optimizer_states")
 
     def row_sparse_pull(self, key: Any, out: Any = None, priority: int = 0, row_ids: Any = None) -> None:
-        """Not supported.
-
-        Raises
-        ------
-        UnsupportedMethodError
-            Always.
-        """
+        """Not supported: raises UnsupportedMethodError."""
         call = self._call("row_sparse_pull")
         fact, fix = "row_sparse weights are not supported.", "use dense weights; their gradients may be row_sparse."
         raise UnsupportedMethodError(call.message(None, fact, fix))
@@ -307,7 +293,7 @@ class Horovod(mx.kvstore.KVStoreBase):
         memory = self._member.arena
         arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}
         measured = self._member.report()
-        keys = self._usage.report(self._names, lambda key: self._measured(key, measured.names))
+        keys = self._usage.report(self._namespace, self._names, measured.names, self._staged_reasons)
         times = {"exposed_ms": measured.exposed * 1e3, "reducing_ms": measured.reducing * 1e3}
         rounds = {"count": measured.rounds, **times}
         return Report({"workers": self.num_workers, "arena": arena, "rounds": rounds, **keys})
@@ -315,12 +301,8 @@ class Horovod(mx.kvstore.KVStoreBase):
     def reset(self) -> None:
         """Meet the same workers in a fresh world, after this one was lost; every worker must call it.
 
-        Pending operations fail. All stores of the process stay usable.
-
-        Raises
-        ------
-        LaunchError
-            Not all workers came back in time.
+        Pending operations fail. All stores of the process stay usable. Raises LaunchError if a worker does not come
+        back in time.
         """
         process.current().reset()
 
@@ -434,21 +416,6 @@ class Horovod(mx.kvstore.KVStoreBase):
         return True
 
     # -- How it works -----------------------------------------------------------------------------------------------
-
-    def _measured(self, key: str, measured: Mapping[str, Statistics]) -> tuple[Statistics, str] | None:
-        statistics = measured.get(wire_name(self._namespace, key))
-        if statistics is None:
-            return None
-        staged, own = "", self._staged_reasons.get(key)
-        always = ("inline", "one-shot", "two-shot")  # over hosts arrays in arenas are read where they lie
-        if statistics.algorithm in always or (statistics.algorithm == "link-sum" and own != ""):
-            if not config().zero_copy:
-                staged = "KVHVD_ZERO_COPY=0"
-            elif own is None:
-                staged = "not a Trainer's gradient"
-            else:
-                staged = own or "staged by another worker"
-        return statistics, staged
 
     def _label(self, key: str) -> str:
         """How messages name a key, given as text."""

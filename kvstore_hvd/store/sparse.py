@@ -9,6 +9,7 @@ The size of the result is unknown when MXNet's engine would need it. So the call
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -72,8 +73,7 @@ def pushpull(
         log.once("row-sparse", logging.INFO, text)
     # The exchange of one key must not depend on other keys, which other workers may not have passed.
     agreed, failures = [], []
-    for name, group in zip(names, groups):
-        one = _Rows(name, group)
+    for one in map(_Rows, names, groups):
         try:
             _agree(world, call, one, how)
             agreed.append(one)
@@ -170,24 +170,12 @@ def _ids_of_all(world: Member, call: Call, one: _Rows, priority: int) -> Any:
     mine, counts = one.all_ids, one.counts.tolist()
     if world.is_alone or not any(counts):
         return mine
-    found, parts, place = np.empty(sum(counts), np.int64), [], 0
-    for rank, count in enumerate(counts):
-        if count:
-            parts.append((rank, 0, count * mine.itemsize, place))
-        place += count * mine.itemsize
-    request = native.Request(
-        "exchange",
-        f"{one.name}/row ids",
-        call.label(one.group.key),
-        [mine.ctypes.data if mine.size else 0],
-        [found.ctypes.data],
-        (max(counts),),
-        "int64",
-        priority=priority,
-        parts=parts,
-        contributed=mine.size,
-    )
-    world.engine().run(request)
+    found, label = np.empty(sum(counts), np.int64), call.label(one.group.key)
+    starts, size = itertools.accumulate(counts, initial=0), mine.itemsize
+    parts = [(rank, 0, n * size, start * size) for rank, (n, start) in enumerate(zip(counts, starts)) if n]
+    arrays = [mine.ctypes.data if mine.size else 0], [found.ctypes.data], (max(counts),), "int64"
+    how: dict[str, Any] = {"priority": priority, "parts": parts, "contributed": mine.size}
+    world.engine().run(native.Request("exchange", f"{one.name}/row ids", label, *arrays, **how))
     return np.unique(found)
 
 
@@ -203,22 +191,11 @@ def _reduce_blocks(
         if how.is_scaled:
             native.scale(dtype, result.ctypes.data, result.ctypes.data, result.size, how.prescale, how.postscale)
         return
-    request = native.Request(
-        "allreduce",
-        f"{one.name}/rows",
-        call.label(one.group.key),
-        [block.ctypes.data for block in blocks],
-        [result.ctypes.data],
-        result.shape,
-        dtype,
-        op=how.op,
-        prescale=how.prescale,
-        postscale=how.postscale,
-        priority=priority,
-        as_half=how.as_half,
-        weight=how.weight,
-    )
-    world.engine().run(request)
+    arrays = [block.ctypes.data for block in blocks], [result.ctypes.data], result.shape, dtype
+    reduction = how.op, how.prescale, how.postscale
+    more: dict[str, Any] = {"priority": priority, "as_half": how.as_half, "weight": how.weight}
+    name, label = f"{one.name}/rows", call.label(one.group.key)
+    world.engine().run(native.Request("allreduce", name, label, *arrays, *reduction, **more))
 
 
 def _write(rows: Any, ids: Any, out: Any) -> None:
@@ -227,9 +204,8 @@ def _write(rows: Any, ids: Any, out: Any) -> None:
 
     context = mxnet_compat.context_of(out)
     with mx.autograd.pause():
+        new = mx.nd.sparse.zeros("row_sparse", out.shape, context, out.dtype)
         if ids.size:
             parts = (rows.reshape(ids.size, *out.shape[1:]).astype(out.dtype), ids)
             new = mx.nd.sparse.row_sparse_array(parts, shape=out.shape, ctx=context, dtype=out.dtype)
-        else:
-            new = mx.nd.sparse.zeros("row_sparse", out.shape, context, out.dtype)
         new.copyto(out)

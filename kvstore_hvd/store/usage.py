@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvstore_hvd.config import config
 from kvstore_hvd.native import Statistics, Times
-from kvstore_hvd.store.keys import MAX_KEYS, Key
+from kvstore_hvd.store.keys import MAX_KEYS, Key, wire_name
 
 #: How a report calls all keys beyond the first `MAX_KEYS`.
 OTHER_KEYS = "(other keys)"
@@ -19,7 +20,17 @@ _MOST_BATCHES = 16
 
 
 _NO_TIME = Times(0.0, 0.0, 0.0)
-_UNKNOWN = Statistics(0, 0, "", _NO_TIME, _NO_TIME, 0.0), ""
+_UNKNOWN = Statistics(0, 0, "", _NO_TIME, _NO_TIME, 0.0)
+
+
+def _why_staged(algorithm: str, reason: str | None) -> str:
+    """Why arrays that an algorithm reduces go through staging memory; `reason` is that of a Trainer's gradient."""
+    # Over hosts arrays in arenas are read where they lie.
+    if algorithm not in ("inline", "one-shot", "two-shot") and (algorithm != "link-sum" or reason == ""):
+        return ""
+    if not config().zero_copy:
+        return "KVHVD_ZERO_COPY=0"
+    return "not a Trainer's gradient" if reason is None else reason or "staged by another worker"
 
 
 class Report(dict[str, Any]):
@@ -94,15 +105,16 @@ class Usage:
         self._batches = []
 
     def report(
-        self, names: Mapping[str, str], measured: Callable[[str], tuple[Statistics, str] | None]
+        self, namespace: str, names: Mapping[str, str], statistics: Mapping[str, Statistics], staged: Mapping[str, str]
     ) -> dict[str, Any]:
         """Totals, and counts by key; the entries are described in `Horovod.report`."""
-        # `measured` returns the engine's statistics of a key, and why its arrays go through staging memory.
+        # By key: `names` of parameters, and why gradients are `staged` ('': they are not); `statistics` of the engine
+        # are by wire name.
         self._settle()
         operations, totals, keys = Counter[str](), dict.fromkeys(_TIMES, 0.0), {}
         for key, counts in self._counts.items():
             operations.update(counts.operations)
-            of, staged = measured(key) or _UNKNOWN
+            of = statistics.get(wire_name(namespace, key), _UNKNOWN)
             ms = {}
             for name in _TIMES:
                 total = getattr(of.total, name) * 1e3
@@ -112,7 +124,7 @@ class Usage:
                 "operations": dict(counts.operations),
                 "bytes": counts.bytes,
                 "algorithm": of.algorithm,
-                "staged": staged,
+                "staged": _why_staged(of.algorithm, staged.get(key)),
                 "submitted": of.submitted,
                 "ms": ms,
             }

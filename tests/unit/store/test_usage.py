@@ -14,16 +14,12 @@ NOTHING = {
 }
 
 
-def unknown(key):
-    """What an engine knows that has measured nothing."""
-
-
 def test_counts_by_key_and_in_total():
     counted = Usage()
     counted.add("broadcast", 3, 8)
     counted.add("pushpull", "3", 8)
     counted.add("pushpull", "loss", 4)
-    report = counted.report({"3": "weight"}, unknown)
+    report = counted.report("s0", {"3": "weight"}, {}, {})
     assert (report["operations"], report["bytes"]) == ({"broadcast": 1, "pushpull": 2}, 20)
     assert report["keys"] == {
         "weight": {"operations": {"broadcast": 1, "pushpull": 1}, "bytes": 16, **NOTHING},
@@ -37,7 +33,7 @@ def test_keys_that_are_used_once_are_counted_together(monkeypatch):
     for step in range(100):
         counted.add("pushpull", 0, 4)
         counted.add("pushpull", f"once/{step}", 8)
-    report = counted.report({}, unknown)
+    report = counted.report("s0", {}, {}, {})
     assert (report["operations"], report["bytes"]) == ({"pushpull": 200}, 1200)
     assert list(report["keys"]) == ["0", "once/0", "once/1", OTHER_KEYS]
     assert report["keys"]["0"] == {"operations": {"pushpull": 100}, "bytes": 400, **NOTHING}
@@ -57,8 +53,8 @@ def test_batches_count_like_their_operations(most, monkeypatch):
             for key, array_bytes in batch.sizes:
                 single.add(batch.operation, key, array_bytes)
         if time == 1:
-            assert batched.report({}, unknown) == single.report({}, unknown)
-    assert batched.report({}, unknown) == single.report({}, unknown)
+            assert batched.report("s0", {}, {}, {}) == single.report("s0", {}, {}, {})
+    assert batched.report("s0", {}, {}, {}) == single.report("s0", {}, {}, {})
 
 
 def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
@@ -67,7 +63,7 @@ def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
         counted.add("pushpull", 0, 1 << 20)
     counted.add("broadcast", "loss", 4)
     statistics = Statistics(4, 4 << 20, "two-shot", Times(1.0, 2.0, 0.5), Times(0.25, 1.0, 0.0), 77.0)
-    entries = counted.report({"0": "weight"}, {"0": (statistics, "3 devices")}.get)
+    entries = counted.report("s0", {"0": "weight"}, {"s0/0": statistics}, {"0": "3 devices"})
     assert entries["ms"] == {"queued": 1000.0, "reducing": 2000.0, "exposed": 500.0}
     assert entries["keys"]["weight"] == {
         "operations": {"pushpull": 4},
