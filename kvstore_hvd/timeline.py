@@ -134,15 +134,11 @@ class PartWriter:
 
     def add(self, events: Iterable[TimelineEvent], lost: int = 0, process_set: int = 0) -> None:
         """Write operations of a process set (0: of all workers), and the number of those without room."""
-        lines = [_JSON.encode(event) for event in events]
-        if lost:
-            lines.append(f'{{"lost":{lost}}}')
-        if not lines:
-            return
-        if process_set != self._set:
+        lines = [*map(_JSON.encode, events), *([f'{{"lost":{lost}}}'] if lost else [])]
+        if lines and process_set != self._set:
             lines.insert(0, f'{{"set":{process_set}}}')
             self._set = process_set
-        self._write("\n".join(lines) + "\n")
+        self._write("".join(f"{line}\n" for line in lines))
 
     def end(self) -> None:
         """Write the last line, and close the part."""
@@ -189,13 +185,11 @@ def read_lines(path: str) -> Iterator[Any]:
 
 def read_header(path: str) -> Header | None:
     """The header; None if this is no part of a timeline."""
-    first = next(read_lines(path), None)
-    if not isinstance(first, dict) or first.get("format") != _FORMAT:
-        return None
     try:
-        return Header(**first)
-    except TypeError:
+        header = Header(**next(read_lines(path)))
+    except (StopIteration, TypeError):
         return None
+    return header if header.format == _FORMAT else None
 
 
 # -- The trace ---------------------------------------------------------------------------------------------------------
@@ -243,36 +237,22 @@ class _Rounds:
         self._open: dict[int, int] = {}  # the earliest submission so far, by round
         self._closed = -1
 
-    def add(self, event: TimelineEvent) -> list[int]:
-        """Add an operation; returns the starts that no later operation can change."""
+    def add(self, event: TimelineEvent) -> None:
         if event.round > self._closed:
             self._open[event.round] = min(self._open.get(event.round, event.submitted), event.submitted)
-        if len(self._open) <= _OPEN_ROUNDS:
-            return []
-        self._closed = min(self._open)
-        return [self._open.pop(self._closed)]
 
-    def rest(self) -> list[int]:
-        """The starts that `add` has not returned."""
-        return [begin for _, begin in sorted(self._open.items())]
-
-
-class _Rank:
-    """The rows of a rank so far, by number, and the rounds of its present world."""
-
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        #: By process set (0: all workers) and name: the end of the last operation of each row, operations of which do
-        #: not overlap.
-        self.rows: defaultdict[tuple[int, str], dict[int, int]] = defaultdict(dict)
-        self.cycles: dict[int, int] = {}  # the row of each process set's rounds
-        self.rounds: defaultdict[int, _Rounds] = defaultdict(_Rounds)  # by process set
+    def take(self, most_open: int) -> Iterator[int]:
+        """The starts of the first rounds, up to `most_open` of the last ones, which operations may still change."""
+        while len(self._open) > most_open:
+            self._closed = min(self._open)
+            yield self._open.pop(self._closed)
 
 
 class _Trace:
+    """The events of parts, one part after the other."""
+
     def __init__(self, first: Header) -> None:
         self._first = first  # the time 0 of the trace is that of this header
-        self._ahead_ns = 0  # clock of the part under way, minus that of rank 0's host
         self._numbers = itertools.count(1)  # of rows: viewers merge rows of equal numbers, also of different ranks
         self.summary = Summary()
 
@@ -297,38 +277,44 @@ class _Trace:
         file.write(f'\n],"otherData":{json.dumps(about)}}}\n')
 
     def _part(self, path: str, header: Header) -> Iterator[dict[str, Any]]:
+        self._header = header
+        # By process set (0: all workers) and name: the end of the last operation of each row, by the row's number.
+        # Operations of a row do not overlap.
+        self._rows: defaultdict[tuple[int, str], dict[int, int]] = defaultdict(dict)
+        self._cycle_rows: dict[int, int] = {}  # by process set
+        self._rounds: defaultdict[int, _Rounds] = defaultdict(_Rounds)  # of the present world, by process set
         self.summary.ranks.append(header.rank)
-        self._ahead_ns = header.ahead_ns
-        yield self._about(header.rank, 0, "process_name", name=f"rank {header.rank} ({header.host}, pid {header.pid})")
-        yield self._about(header.rank, 0, "process_sort_index", sort_index=header.rank)
-        rank = _Rank(header.rank)
+        title = f"rank {header.rank} ({header.host}, pid {header.pid})"
+        yield self._event("M", "process_name", 0, args={"name": title})
+        yield self._event("M", "process_sort_index", 0, args={"sort_index": header.rank})
         process_set, ended = 0, False
         for line in read_lines(path):
             if isinstance(line, dict):
                 if "world" in line:
                     process_set = 0
-                    yield from self._rest_of_rounds(rank)
+                    yield from self._rest_of_rounds()
                 process_set = line.get("set", process_set)
                 self.summary.lost += line.get("lost", 0)
                 ended = "end" in line
             elif isinstance(line, list) and len(line) == len(TimelineEvent._fields):
                 event = TimelineEvent._make(line)
                 self.summary.operations += 1
-                yield from self._operation(rank, process_set, event)
+                yield from self._operation(process_set, event)
                 if header.mark_cycles:
-                    yield from self._cycles(rank, process_set, rank.rounds[process_set].add(event))
-        yield from self._rest_of_rounds(rank)
+                    self._rounds[process_set].add(event)
+                    yield from self._cycles(process_set, _OPEN_ROUNDS)
+        yield from self._rest_of_rounds()
         if not ended:
             self.summary.unfinished.append(header.rank)
 
-    def _operation(self, rank: _Rank, process_set: int, event: TimelineEvent) -> Iterator[dict[str, Any]]:
+    def _operation(self, process_set: int, event: TimelineEvent) -> Iterator[dict[str, Any]]:
         # A name's operations follow one another; calls without a name may overlap.
-        rows = rank.rows[process_set, _COUNTED.sub("", event.name)]
+        rows = self._rows[process_set, _COUNTED.sub("", event.name)]
         row = next((row for row, until in rows.items() if until <= event.since), 0)
         if not row:
             row = next(self._numbers)
             title = _COUNTED.sub("", event.label).replace("'", "") or event.name
-            yield from self._head(rank, row, process_set, title, row)
+            yield from self._head(row, process_set, title, row)
         rows[row] = event.completed
         what = event.collective.upper()
         args = {"bytes": event.bytes, "dtype": event.dtype, "algorithm": event.algorithm, "name": event.name}
@@ -340,41 +326,38 @@ class _Trace:
             args["process_set"] = process_set
         if event.failed:
             args["failed"] = True
-        yield self._span(f"NEGOTIATE_{what}", "negotiate", rank, row, event.since, event.scheduled)
-        yield {**self._span(what, event.collective, rank, row, event.scheduled, event.completed), "args": args}
+        yield self._span(f"NEGOTIATE_{what}", "negotiate", row, event.since, event.scheduled)
+        yield {**self._span(what, event.collective, row, event.scheduled, event.completed), "args": args}
 
-    def _rest_of_rounds(self, rank: _Rank) -> Iterator[dict[str, Any]]:
-        for process_set, rounds in rank.rounds.items():
-            yield from self._cycles(rank, process_set, rounds.rest())
-        rank.rounds.clear()
+    def _rest_of_rounds(self) -> Iterator[dict[str, Any]]:
+        for process_set in self._rounds:
+            yield from self._cycles(process_set, 0)
+        self._rounds.clear()
 
-    def _cycles(self, rank: _Rank, process_set: int, begins: Sequence[int]) -> Iterator[dict[str, Any]]:
-        for begin in begins:
-            if process_set not in rank.cycles:
-                rank.cycles[process_set] = next(self._numbers)
-                yield from self._head(rank, rank.cycles[process_set], process_set, "cycles", 0)
-            where = {"pid": rank.rank, "tid": rank.cycles[process_set], "ts": self._us(begin)}
-            yield {"name": "CYCLE_START", "ph": "i", "s": "p", **where}
+    def _cycles(self, process_set: int, most_open: int) -> Iterator[dict[str, Any]]:
+        for begin in self._rounds[process_set].take(most_open):
+            if process_set not in self._cycle_rows:
+                self._cycle_rows[process_set] = next(self._numbers)
+                yield from self._head(self._cycle_rows[process_set], process_set, "cycles", 0)
+            yield self._event("i", "CYCLE_START", self._cycle_rows[process_set], s="p", ts=self._us(begin))
 
-    def _head(self, rank: _Rank, row: int, process_set: int, title: str, sort_index: int) -> Iterator[dict[str, Any]]:
+    def _head(self, row: int, process_set: int, title: str, sort_index: int) -> Iterator[dict[str, Any]]:
         if process_set:
             title = f"process set {process_set}: {title}"
-        yield self._about(rank.rank, row, "thread_name", name=title)
-        yield self._about(rank.rank, row, "thread_sort_index", sort_index=sort_index)
+        yield self._event("M", "thread_name", row, args={"name": title})
+        yield self._event("M", "thread_sort_index", row, args={"sort_index": sort_index})
 
-    def _span(self, name: str, category: str, rank: _Rank, row: int, begin: int, end: int) -> dict[str, Any]:
+    def _span(self, name: str, category: str, row: int, begin: int, end: int) -> dict[str, Any]:
         ts = self._us(begin)
-        duration = round(self._us(end) - ts, 3)
-        return {"name": name, "cat": category, "ph": "X", "ts": ts, "dur": duration, "pid": rank.rank, "tid": row}
+        return self._event("X", name, row, cat=category, ts=ts, dur=round(self._us(end) - ts, 3))
+
+    def _event(self, phase: str, name: str, row: int, **more: Any) -> dict[str, Any]:
+        return {"name": name, "ph": phase, "pid": self._header.rank, "tid": row, **more}
 
     def _us(self, monotonic_ns: int) -> float:
         # An earlier time is shown as the start of the recording.
-        own_ns, first = monotonic_ns - self._ahead_ns, self._first
+        own_ns, first = monotonic_ns - self._header.ahead_ns, self._first
         return max(0, own_ns - first.monotonic_ns + first.ahead_ns) / 1000
-
-    @staticmethod
-    def _about(rank: int, row: int, what: str, **args: Any) -> dict[str, Any]:
-        return {"name": what, "ph": "M", "pid": rank, "tid": row, "args": args}
 
 
 # -- python -m kvstore_hvd.timeline ------------------------------------------------------------------------------------

@@ -63,11 +63,11 @@ class Recorder:
             fault = f"a timeline is being recorded already, to '{self._target}'."
         try:
             if not fault:
-                try:
-                    part = PartWriter(target, header)
-                except OSError as failure:
-                    path = failure.filename or part_path(target, topology.rank)
-                    fault = f"'{path}' cannot be written: {failure.strerror}."
+                part = PartWriter(target, header)
+        except OSError as failure:
+            path = failure.filename or part_path(target, topology.rank)
+            fault = f"'{path}' cannot be written: {failure.strerror}."
+        try:
             faults = exchange(engine, topology, "timeline/started", fault)
             if any(faults):
                 fix = "call stop_timeline() first." if was_recording else "give a path that all workers can write to."
@@ -115,10 +115,9 @@ class Recorder:
         if not self.is_recording:
             return
         with self._lock:
-            left = list(self._engines) if topology is None else [topology.set_number]
+            left = [each for each in self._engines if topology is None or each == topology.set_number]
             for process_set in left:
-                if process_set in self._engines:
-                    self._engines[process_set].stop_timeline()
+                self._engines[process_set].stop_timeline()
             self._write()
             for process_set in left:
                 self._engines.pop(process_set, None)
