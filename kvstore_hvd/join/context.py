@@ -20,16 +20,8 @@ from typing import Any, NoReturn, Optional
 
 import numpy as np
 
-from kvstore_hvd import native
-from kvstore_hvd.errors import (
-    DivergedError,
-    HorovodInternalError,
-    InputFailedError,
-    InvalidRequestError,
-    InvalidTypeError,
-    MismatchError,
-    message,
-)
+from kvstore_hvd import errors, native
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.join.following import LEFT, Pauses, Withdrawal, early_name, is_withdrawn, submit_sum, wait_for
 from kvstore_hvd.join.joinables import Joinable, TrainerHook, joinable_for
 from kvstore_hvd.mxnet_compat.hooks import in_one_line
@@ -40,6 +32,10 @@ from kvstore_hvd.world.member import Member
 _WARN_AFTER = 1000
 # The contexts of this process, the outermost first.
 _entered: list[Join] = []
+
+
+# Errors of an operation that all its workers have.
+_SHARED = errors.DivergedError, errors.MismatchError, errors.InputFailedError, errors.HorovodInternalError
 
 
 class _Exhausted(RuntimeError):
@@ -84,9 +80,8 @@ class Join:
     A Trainer's step takes no additional communication, unless `throw_on_early_termination` is given. A worker without
     input takes the others' steps with gradients of zero and makes the same updates, so that parameters and states of
     the optimizer are equal on all workers at any time; in the end the parameters are compared. It does not see what the
-    program does between its steps: a learning rate that changes belongs into a scheduler.
-
-    An exception in the body ends the waiting of all other workers with an error that names it.
+    program does between its steps: a learning rate that changes belongs into a scheduler. An exception in the body ends
+    the waiting of all other workers with an error that names it.
 
     Examples
     --------
@@ -269,9 +264,8 @@ class Join:
 
     def _follow_steps(self) -> None:
         """Take the others' steps until no worker has input any more."""
-        # Each worker announces that it has left the body with a sum that has no timeout; it is complete when all have
-        # left. Until then the engine lists the operations that others have submitted and this worker has not: the
-        # gradients of a step. Nothing here blocks for one Trainer: another worker may wait for another Trainer's step.
+        # Each worker that has left the body submits a sum without timeout; it is complete when all have left. Nothing
+        # here blocks for one Trainer: another worker may wait for another Trainer's step.
         current = self._world
         # The others may step Trainers of contexts around this one before they leave this one.
         contexts = [each for each in _entered if each._follows_steps and each._world is current and each._enable]
@@ -317,13 +311,10 @@ class Join:
         """Count an iteration of the others."""
         self._followed += 1
         if self._followed == _WARN_AFTER + 1:
-            rank = self._world.topology.rank_in_all
-            warnings.warn(
-                f"Detected uneven input skew of greater than {_WARN_AFTER}. This means that rank {rank} has at "
-                f"least {_WARN_AFTER} fewer inputs than other currently-active ranks. This level of skew could "
-                "lead to performance degradation during training.",
-                stacklevel=4,
-            )
+            text = f"Detected uneven input skew of greater than {_WARN_AFTER}. This means that rank "
+            text += f"{self._world.topology.rank_in_all} has at least {_WARN_AFTER} fewer inputs than other "
+            text += "currently-active ranks. This level of skew could lead to performance degradation during training."
+            warnings.warn(text, stacklevel=4)
 
     def _tell_of(self, error: BaseException) -> None:
         """Abort the world, since other workers would wait for this one, unless they have the same error."""
@@ -339,7 +330,7 @@ class Join:
         """Whether all workers of the context have the error, not only workers of a process set or this one."""
         if isinstance(error, _Exhausted):
             return error.world is self._world
-        if not isinstance(error, (DivergedError, MismatchError, InputFailedError, HorovodInternalError)):
+        if not isinstance(error, _SHARED):
             return False
         who = str(error).partition("]")[0]  # see `Topology.prefix`
         worlds = [each for each in process.current().worlds_within(self._world) if each is not self._world]

@@ -190,15 +190,12 @@ def _neutral(op: str, dtype: str, count: int) -> Any:
 
 def is_withdrawn(error: BaseException | None, world: Member, number: int) -> bool:
     """Whether an error results, directly or not, from an operation that a worker without input has declined."""
-    known: set[int] = set()
-    refusal = _refusal(world, number)
+    causes: list[BaseException] = []
     cause: BaseException | None = error if isinstance(error, Exception) else None
-    while cause is not None and id(cause) not in known:
-        if refusal in str(cause):
-            return True
-        known.add(id(cause))
+    while cause is not None and cause not in causes:
+        causes.append(cause)
         cause = cause.__cause__ or cause.__context__
-    return False
+    return any(_refusal(world, number) in str(each) for each in causes)
 
 
 def _refusal(world: Member, number: int) -> str:

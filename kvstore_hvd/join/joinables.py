@@ -8,6 +8,7 @@ of float16 are summed, since their mean might be too small; there, batch sizes a
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -125,10 +126,9 @@ class _TrainerJoinable(Joinable):
         if self._join is None or self.world.is_alone:
             original(batch_size, ignore_stale_grad)
             return
-        try:
+        weight = float("nan")
+        with contextlib.suppress(TypeError, ValueError):
             weight = float(batch_size)
-        except (TypeError, ValueError):
-            weight = float("nan")
         if not 0.0 < weight < float("inf"):
             raise self._refusal(f"batch_size is {batch_size!r}.", "pass the number of samples of this worker's batch.")
         for parameter in self._trained() if ignore_stale_grad else ():

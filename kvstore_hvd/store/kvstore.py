@@ -104,8 +104,8 @@ class Horovod(mx.kvstore.KVStoreBase):
     def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Copy rank 0's value into every out of every worker. Asynchronous.
 
-        Parameters and exceptions as `pushpull`, but for one: `value` is an array, or a list with one, which is read on
-        rank 0 only. By default the result is written to it.
+        Parameters and exceptions as `pushpull`, but `value` is an array, or a list with one, and is read on rank 0
+        only. By default the result is written to it.
         """
         with self._member.submitting():
             call, groups = self._check("broadcast", key, value, out)
@@ -173,12 +173,9 @@ class Horovod(mx.kvstore.KVStoreBase):
         with self._member.submitting():
             call, groups = self._check("push", key, value, allow_rows=True)
             priority = priority_of(call, priority)
-            groups = [
-                Group(each.key, each.values, [buffer_like(each.values[0])], each.is_row_sparse) for each in groups
-            ]
+            groups = [dataclasses.replace(each, outs=[buffer_like(each.values[0])]) for each in groups]
             self._operations.pushpull(call, groups, priority, self._reduction)
-            for group in groups:
-                self._stored[str(group.key)] = group.outs[0]
+            self._stored.update((str(group.key), group.outs[0]) for group in groups)
 
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write what was last pushed (or initialised) under a key to every out.
@@ -334,12 +331,10 @@ class Horovod(mx.kvstore.KVStoreBase):
     def _load_residuals(self, path: str) -> None:
         """Take this worker's residuals from a file of states; none if a worker of another rank or world wrote it."""
         if self._reduction.threshold:
-            with open(path, "rb") as file:
+            writer, residuals = None, {}
+            with open(path, "rb") as file, contextlib.suppress(EOFError):
                 pickle.load(file)
-                try:
-                    writer, residuals = pickle.load(file)
-                except EOFError:
-                    writer, residuals = None, {}
+                writer, residuals = pickle.load(file)
             self._set_residuals(residuals if writer == (self.rank, self.num_workers) else {})
 
     def _verify(self, parameters: Sequence[tuple[str, Any]], when: str) -> None:

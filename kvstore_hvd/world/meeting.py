@@ -140,28 +140,30 @@ class _Server:
         self._world, self._fields, self._timeout_s = world, fields, timeout_s
         self._topology, self._ranks = world.topology, world.topology.local_ranks
         self._peers: dict[int, _Connection] = {}  # by local rank
-        self._strangers: list[_Connection] = []  # the oldest first
         self._selector = selectors.DefaultSelector()
 
     def run(self, create: Callable[[Sequence[str]], int]) -> int:
         deadline, listener = Deadline(self._timeout_s), self._listen()
+        status, text, fds = _OK, "", list[int]()
         try:
-            try:
-                self._gather(listener, deadline)
-                self._compare()
-                fd = create([self._fields[1], *(peer.fields[1] for peer in self._peers.values())])
-            except BaseException as error:
-                for peer in self._peers.values():
-                    self._send(peer, _FAILED, str(error) or type(error).__name__)
-                raise
-            for peer in self._peers.values():
-                self._send(peer, _OK, "", fd)
-            return fd
+            self._gather(listener, deadline)
+            self._compare()
+            fds = [create([self._fields[1], *(peer.fields[1] for peer in self._peers.values())])]
+            return fds[0]
+        except BaseException as error:
+            status, text = _FAILED, str(error) or type(error).__name__
+            raise
         finally:
-            self._selector.close()
-            listener.close()
-            for connection in (*self._peers.values(), *self._strangers):
+            for peer in self._peers.values():
+                self._send(peer, status, text, *fds)
+            for connection in self._connections():
                 connection.socket.close()
+            listener.close()
+            self._selector.close()
+
+    def _connections(self) -> list[_Connection]:
+        """All connections, the oldest first."""
+        return [key.data for key in self._selector.get_map().values() if key.data is not None]
 
     def _listen(self) -> socket.socket:
         listener = _socket()
@@ -193,19 +195,18 @@ class _Server:
                     self._receive(key.data)
 
     def _accept(self, listener: socket.socket) -> None:
-        accepted = accept(listener)
-        if accepted is None:
+        if (accepted := accept(listener)) is None:
             return
         pid, uid = peer_process(accepted)
         if uid != os.geteuid():
             log.logger.info("rendezvous: refused process %d of user %d", pid, uid)
             accepted.close()
             return
-        if len(self._strangers) >= _MAX_STRANGERS:
-            self._drop(self._strangers[0])
+        strangers = [each for each in self._connections() if not each.rank]
+        if len(strangers) >= _MAX_STRANGERS:
+            self._drop(strangers[0])
         accepted.setblocking(False)
         connection = _Connection(accepted, pid)
-        self._strangers.append(connection)
         self._selector.register(accepted, selectors.EVENT_READ, connection)
         try:
             accepted.send(_MAGIC + connection.nonce)
@@ -236,7 +237,6 @@ class _Server:
             self._drop(connection)
         else:
             connection.rank = local_rank
-            self._strangers.remove(connection)
             self._peers[local_rank] = connection
 
     def _verify(self, connection: _Connection, data: bytes) -> int | None:
@@ -255,7 +255,6 @@ class _Server:
 
     def _drop(self, connection: _Connection) -> None:
         self._selector.unregister(connection.socket)
-        self._strangers.remove(connection)
         connection.socket.close()
 
     def _compare(self) -> None:
