@@ -38,7 +38,7 @@ def member(world, size, refusing, monkeypatch):
     adapter = native.MXNetAdapter(
         member.engine(), refusing.path, mxnet_compat.engine_is_naive(), member._connection._arena
     )
-    monkeypatch.setattr(member, "_adapter", adapter)
+    monkeypatch.setattr(member, "adapter", adapter)
     yield member
     mx.nd.waitall()
 
