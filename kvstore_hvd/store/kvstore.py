@@ -45,10 +45,6 @@ from kvstore_hvd.world.member import Member
 __all__ = ["Horovod"]
 
 
-def _of_topology(attribute: str, doc: str) -> Any:
-    return property(lambda store: getattr(store._member.topology, attribute), doc=doc)
-
-
 class Horovod(mx.kvstore.KVStoreBase):
     """A KVStore that sums over all workers with allreduce and needs no servers.
 
@@ -90,22 +86,49 @@ class Horovod(mx.kvstore.KVStoreBase):
         """``'horovod'``."""
         return "horovod"
 
-    rank = _of_topology("rank", "This worker's rank: 0 to ``num_workers - 1``.")
-    num_workers = _of_topology("size", "Number of workers.")
-    local_rank = _of_topology("local_rank", "This worker's rank on its host: 0 to ``local_size - 1``.")
-    local_size = _of_topology("local_size", "Number of workers on this host.")
-    cross_rank = _of_topology(
-        "cross_rank", "This host's number, among the hosts that have a worker with this local rank."
-    )
-    cross_size = _of_topology("cross_size", "Number of hosts that have a worker with this local rank.")
+    @property
+    def rank(self) -> int:
+        """This worker's rank: 0 to ``num_workers - 1``."""
+        return self._member.topology.rank
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers."""
+        return self._member.topology.size
+
+    @property
+    def local_rank(self) -> int:
+        """This worker's rank on its host: 0 to ``local_size - 1``."""
+        return self._member.topology.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of workers on this host."""
+        return self._member.topology.local_size
+
+    @property
+    def cross_rank(self) -> int:
+        """This host's number, among the hosts that have a worker with this local rank."""
+        return self._member.topology.cross_rank
+
+    @property
+    def cross_size(self) -> int:
+        """Number of hosts that have a worker with this local rank."""
+        return self._member.topology.cross_size
 
     # -- Collectives ------------------------------------------------------------------------------------------------
 
     def broadcast(self, key: Any, value: Any, out: Any = None, priority: int = 0) -> None:
         """Copy rank 0's value into every out of every worker. Asynchronous.
 
-        Parameters and exceptions as `pushpull`, but `value` is an array, or a list with one, and is read on rank 0
-        only. By default the result is written to it.
+        Parameters
+        ----------
+        value : NDArray, or a list with one
+            Read on rank 0 only; of the same shape and dtype on all workers.
+        out : NDArray or list of NDArray, optional
+            By default the result is written to `value`.
+        key, priority
+            As `pushpull`, which raises the same errors but MismatchError.
         """
         with self._member.submitting():
             call, groups = self._check("broadcast", key, value, out)
@@ -180,8 +203,13 @@ class Horovod(mx.kvstore.KVStoreBase):
     def pull(self, key: Any, out: Any = None, priority: int = 0, ignore_sparse: bool = True) -> None:
         """Write what was last pushed (or initialised) under a key to every out.
 
-        As `pushpull`, but `priority` and `ignore_sparse` are without effect. InvalidRequestError also means that
-        nothing was pushed under a key.
+        Parameters
+        ----------
+        key, out
+            As `pushpull`, which raises the same errors; values are cast to the dtype of `out`. InvalidRequestError also
+            means that nothing was pushed under a key.
+        priority, ignore_sparse
+            Without effect.
         """
         if self._left_out and key in self._left_out:
             return
