@@ -38,7 +38,7 @@ def scale(dtype: str, source: int, target: int, count: int, prescale: float, pos
     """
 
 def thresholds(text: str = "") -> dict[str, Threshold]:
-    """All thresholds by name (``native/shm/thresholds.hpp`` says what they mean).
+    """All thresholds by name (``Thresholds`` in native/shm/world.hpp says what they mean).
 
     `text` says what differs from the defaults: ``'one_shot=4096,direct_chunk=2097152'``. Raises ValueError where a name
     does not exist, or a value is not allowed.

@@ -104,7 +104,7 @@ class Chunk {
   std::vector<void*> outputs_;
 };
 
-// What every rank does with an entry of the schedule, one file for each algorithm. See Algorithm (shm/world.hpp) for
+// What every rank does with an entry of the schedule. See Algorithm (shm/world.hpp) for
 // what each is, and Pipeline for how the steps of successive entries overlap.
 struct Steps {
   // What the entry's bytes go through.
