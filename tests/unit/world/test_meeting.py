@@ -131,7 +131,7 @@ def test_a_peer_with_another_secret_is_no_peer(pool, monkeypatch):
 def test_a_process_of_another_user_is_not_heard(pool, monkeypatch):
     """Nor is it believed as the server."""
     first, second = worlds(2)
-    leader = start(pool, first)
+    leader = start(pool, first, timeout_s=patient(10))
     user = os.geteuid() + 1
     monkeypatch.setattr(meeting, "peer_process", lambda connection: (1, user))
     with connect(socket_name(first)) as peer:
