@@ -100,7 +100,7 @@ class Topology:
     source: str = "single"
     pids: tuple[int, ...] = ()  # the process of each rank, of a world on several hosts
     # Messages name ranks by those in the world of all.
-    all_ranks: Sequence[int] = ()  # the rank of each rank in the world of all, ascending
+    all_ranks: tuple[int, ...] = ()  # the rank of each rank in the world of all, ascending
     size_of_all: int = 0  # of the world of all
     set_number: int = 0  # of the process set that this world belongs to; 0: the world of all
     is_member: bool = True  # False: this worker is not in the process set, and alone in this world
@@ -120,7 +120,7 @@ class Topology:
         local = tuple(local_rank_of) or tuple(of_ranks[:r].count(name) for r, name in enumerate(of_ranks))
         column = [r for r, local_rank in enumerate(local) if local_rank == local[rank]]
         counts = len(hosts), local[rank], of_ranks.count(of_ranks[rank]), column.index(rank), len(column)
-        of_all = {"all_ranks": range(len(hosts)), "size_of_all": len(hosts)}
+        of_all = {"all_ranks": tuple(range(len(hosts))), "size_of_all": len(hosts)}
         return cls(rank, *counts, of_ranks, local, source=source, **{**of_all, **more})
 
     @property
