@@ -232,13 +232,13 @@ def _check_key(call: Call, key: Any) -> None:
 
 
 def _list_for_keys(call: Call, keys: Any, given: Any, role: str) -> list[Any]:
-    fix = f"pass a list with one {role} (or one list of them) for each key."
     if not isinstance(given, (list, tuple)):
         fact = f"there is a list of {len(keys)} keys, but {role} is a {_type_name(given)}."
+        fix = f"pass a list with one {role} (or one list of them) for each key."
         raise InvalidTypeError(call.message(None, fact, fix))
     if len(given) != len(keys):
         fact = f"there are {len(keys)} keys, but {role} has {len(given)} entries."
-        raise InvalidRequestError(call.message(None, fact, fix))
+        raise InvalidRequestError(call.message(None, fact, f"pass one {role} (or one list of them) for each key."))
     return list(given)
 
 

@@ -431,9 +431,9 @@ class Horovod(mx.kvstore.KVStoreBase):
         if prepared is None and not member.is_alone:
             return False
         with member.submitting():
-            if not step.times:
-                self._usage.add_batch(step)
-            step.times += 1
+            if not step.batch.times:
+                self._usage.add_batch(step.batch)
+            step.batch.times += 1
             if adapter is not None and prepared is not None:
                 adapter.pushpull_step(prepared, how.as_half, how.op, how.weight)
         return True

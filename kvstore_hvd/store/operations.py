@@ -221,7 +221,7 @@ def _bytes_of(array: Any, dtype: str) -> int:
     return int(math.prod(array.shape)) * native.ITEM_BYTES[dtype]
 
 
-class Step(Batch):
+class Step:
     """The gradients of a Trainer's step, summed in place: looked at once, then summed by one native call a step."""
 
     # A loop of `pushpull` over the parameters takes some microseconds for each, which a small network notices.
@@ -229,7 +229,7 @@ class Step(Batch):
     def __init__(self, gradients: Sequence[tuple[Key, Any, int]]) -> None:
         self._gradients = gradients  # (key, array, priority)
         sizes = [(key, _bytes_of(array, mxnet_compat.dtype_name(array))) for key, array, _ in gradients]
-        super().__init__("pushpull", sizes)
+        self.batch = Batch("pushpull", sizes)
         self._prepared: native.Step | None = None
         self._version: object = None  # of the names in `_prepared`
 
