@@ -98,6 +98,7 @@ def memory_kib():
 
 def resets(number, rank, size):
     """As many, each after some operations; then as much is held as after the first ones."""
+    meet_again()  # arrays of earlier tests stay in their worlds
     net = built("dense")
     trainer = trainer_of(net)
 
