@@ -141,7 +141,8 @@ bool Progress::progress_until(const Done& done, std::chrono::nanoseconds limit, 
       if (done()) continue;
       about_to_block();
       const auto status = changed_.wait_for(lock, std::min<std::chrono::nanoseconds>(kMaxSleep, limit));
-      if (status == std::cv_status::timeout && done()) missed_wakes.fetch_add(1, std::memory_order_relaxed);
+      if (status == std::cv_status::timeout && limit >= kMaxSleep && done())
+        missed_wakes.fetch_add(1, std::memory_order_relaxed);
       continue;
     }
     progressing_ = true;
@@ -158,7 +159,7 @@ bool Progress::progress_until(const Done& done, std::chrono::nanoseconds limit, 
       if (state_.world.failure.is_set()) {
         std::this_thread::sleep_for(kLook);  // for this rank's device, which alone may still be at work
       } else {
-        ended_by_limit = bell.wait_change(seen, policy, longest, state_.world.failure);
+        ended_by_limit = bell.wait_change(seen, policy, longest, state_.world.failure) && longest == kMaxSleep;
       }
     }
     EngineState::acquire(lock);
