@@ -99,8 +99,7 @@ soak: dev
 # how to choose them.
 fuzz: dev
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m fuzz parallel/test_fuzz.py
-	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_faults.py
-	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz_elastic.py
+	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz.py
 
 # Planted faults: whether the tests notice what a user would, see tests/faults/README.md.
 faults: dev $(VENV)/.native

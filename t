@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parent
 VENVS = sorted(each for each in ROOT.glob(".venv-py*-mx*/.installed") if not each.parent.name.endswith("-demo"))
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
-    "elastic": "parallel/elastic",
+    "elastic": "parallel/elastic integration/elastic_training",
     "join": "parallel/join parallel/hvd_join",
-    "launch": "integration/launcher integration/elastic_launcher integration/elastic_daemon integration/run_function",
+    "launch": "integration/launcher integration/elastic_launcher integration/daemon integration/run_function",
     "mxnet": "parallel/hvd parallel/fuzz",
     "mxnet_compat": "parallel/trainer parallel/zero_copy parallel/self_reducing parallel/trainings",
     "numpy_ops": "parallel/numpy_ops parallel/gpu_ops parallel/fuzz",

@@ -20,8 +20,7 @@ from common import ROOT
 # The jobs are those of the tests, which check afterwards that training has gone on as it has to.
 sys.path.insert(0, str(ROOT / "tests"))
 
-from support.elastic import ElasticJob
-from support.elastic_schedule import assert_all_right
+from support.elastic import ElasticJob, assert_all_right
 from support.jobs import processes
 
 __all__ = ["NO_LIMIT", "ROWS"]

@@ -41,7 +41,7 @@ from hosts.job import LEASE_S, HostsJob
 from hosts.network import SHELL, Network
 from ranks import kvhvdrun, this_python
 
-from support.elastic_schedule import assert_all_right
+from support.elastic import assert_all_right
 from support.jobs import stopped, variables_of
 
 PARTS = ("faults", "steps", "start")

@@ -17,9 +17,7 @@ from typing import Any, Optional
 from hosts.job import HostsJob
 from hosts.network import Network
 
-from support.elastic import ElasticJob
-from support.elastic_kinds import KINDS
-from support.elastic_schedule import assert_all_right
+from support.elastic import KINDS, ElasticJob, assert_all_right
 from support.jobs import stopped
 
 __all__ = ["Disturbance", "Plan", "plan_of", "replay", "run"]
@@ -136,7 +134,7 @@ def _slots(draw: random.Random, hosts: Sequence[str], least: int, most: int) -> 
 def replay(seed: int, *, over_hosts: bool = False) -> str:
     """The command that runs one plan again."""
     variables = f"KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_ELASTIC=1{' KVHVD_TEST_FUZZ_HOSTS=1' * over_hosts}"
-    return f"{variables} python -m pytest -m fuzz tests/integration/test_fuzz_elastic.py"
+    return f"{variables} python -m pytest -m fuzz tests/integration/test_fuzz.py -k elastic"
 
 
 def run(seed: int, folder: Path, marker: str, *, over_hosts: bool = False) -> str:

@@ -1,13 +1,10 @@
-"""Train on scikit-learn's digits with Horovod: Gluon and DistributedTrainer.
+"""Train on scikit-learn's digits with Horovod: horovodrun -np 4 python digits_trainer.py PREFIX
 
-    horovodrun -np 4 python digits_trainer.py
-
-The batch size is that of all workers together; each of them computes on its share of every batch.
+All workers draw the same batches, and each of them computes on its share. Parameters are saved to PREFIX<rank>.npz.
 """
 
-import argparse
 import logging
-import time
+import sys
 
 import horovod.mxnet as hvd
 import mxnet as mx
@@ -15,49 +12,8 @@ import numpy as np
 from mxnet import autograd, gluon
 from sklearn.datasets import load_digits
 
-parser = argparse.ArgumentParser(description="MXNet Gluon digits with Horovod")
-parser.add_argument("--batch-size", type=int, default=60, help="training batch size of all workers (default: 60)")
-parser.add_argument("--epochs", type=int, default=6, help="number of training epochs (default: 6)")
-parser.add_argument("--lr", type=float, default=0.2, help="learning rate (default: 0.2)")
-parser.add_argument("--momentum", type=float, default=0.9, help="SGD momentum (default: 0.9)")
-parser.add_argument("--seed", type=int, default=42, help="random seed of the first worker (default: 42)")
-parser.add_argument("--save", default="", help="prefix of the files that every worker saves its parameters to")
-args = parser.parse_args()
-
+BATCH, EPOCHS = 60, 6
 logging.basicConfig(level=logging.INFO)
-
-
-def get_data():
-    """Return the training and the test set; labels follow the images."""
-    digits = load_digits()
-    images = (digits.images / 16).astype("float32").reshape(-1, 1, 8, 8)
-    labels = digits.target.astype("float32")
-    order = np.random.RandomState(0).permutation(len(images))
-    train, test = order[:1500], order[1500:]
-    return (images[train], labels[train]), (images[test], labels[test])
-
-
-def get_batches(images, labels, epoch):
-    """Shuffle as all workers do, and yield this worker's share of each batch."""
-    order = np.random.RandomState(epoch).permutation(len(images))
-    for start in range(0, len(order), args.batch_size):
-        mine = order[start : start + args.batch_size][hvd.rank() :: hvd.size()]
-        yield images[mine], labels[mine]
-
-
-def conv_net():
-    net = gluon.nn.HybridSequential()
-    net.add(gluon.nn.Conv2D(channels=8, kernel_size=3, activation="tanh"))
-    net.add(gluon.nn.AvgPool2D(pool_size=2, strides=2))
-    net.add(gluon.nn.Flatten())
-    net.add(gluon.nn.Dense(64, activation="tanh"))
-    net.add(gluon.nn.Dense(10))
-    return net
-
-
-def evaluate(model, images, labels, context):
-    answers = model(to_mxnet(images, context)).asnumpy().argmax(axis=1)
-    return float((answers == labels).mean())
 
 
 def to_mxnet(array, context):
@@ -70,10 +26,15 @@ hvd.init()
 
 # Horovod: pin context to local rank
 context = mx.cpu(hvd.local_rank())
-mx.random.seed(args.seed + hvd.rank())
+mx.random.seed(42 + hvd.rank())
 
-train_data, test_data = get_data()
-model = conv_net()
+digits = load_digits()
+images, labels = (digits.images / 16).astype("float32").reshape(-1, 1, 8, 8), digits.target.astype("float32")
+order = np.random.RandomState(0).permutation(len(images))
+train, test = order[:1500], order[1500:]
+model = gluon.nn.HybridSequential()
+model.add(gluon.nn.Conv2D(channels=8, kernel_size=3, activation="tanh"), gluon.nn.AvgPool2D(2, 2), gluon.nn.Flatten())
+model.add(gluon.nn.Dense(64, activation="tanh"), gluon.nn.Dense(10))
 model.initialize(mx.init.Xavier(), ctx=context)
 model.hybridize()
 
@@ -82,25 +43,22 @@ params = model.collect_params()
 hvd.broadcast_parameters(params, root_rank=0)
 
 # Horovod: create DistributedTrainer, a subclass of gluon.Trainer
-optimizer = mx.optimizer.create("sgd", learning_rate=args.lr, momentum=args.momentum)
-trainer = hvd.DistributedTrainer(params, optimizer)
+trainer = hvd.DistributedTrainer(params, mx.optimizer.create("sgd", learning_rate=0.2, momentum=0.9))
 loss_fn = gluon.loss.SoftmaxCrossEntropyLoss()
 
-for epoch in range(args.epochs):
-    tic = time.time()
-    for images, labels in get_batches(*train_data, epoch):
+for epoch in range(EPOCHS):
+    order = np.random.RandomState(epoch).permutation(train)
+    for start in range(0, len(order), BATCH):
+        mine = order[start : start + BATCH][hvd.rank() :: hvd.size()]
         with autograd.record():
-            output = model(to_mxnet(images, context))
-            loss = loss_fn(output, to_mxnet(labels, context))
+            loss = loss_fn(model(to_mxnet(images[mine], context)), to_mxnet(labels[mine], context))
         loss.backward()
-        trainer.step(len(images))
+        trainer.step(len(mine))
     # Horovod: the mean of all workers, shown by one
     mean = hvd.allreduce(loss.mean(), name="loss").asnumpy().item()
     if hvd.rank() == 0:
-        logging.info("[Epoch %d] loss=%f, %.1f s", epoch, mean, time.time() - tic)
+        logging.info("[Epoch %d] loss=%f", epoch, mean)
 
-accuracy = evaluate(model, *test_data, context)
-print(f"rank {hvd.rank()} of {hvd.size()}: test accuracy {accuracy:.4f}", flush=True)
-if args.save:
-    values = [param.data(context).asnumpy() for param in params.values()]
-    np.savez(f"{args.save}{hvd.rank()}.npz", *values)
+answers = model(to_mxnet(images[test], context)).asnumpy().argmax(axis=1)
+print(f"rank {hvd.rank()} of {hvd.size()}: test accuracy {(answers == labels[test]).mean():.4f}", flush=True)
+np.savez(f"{sys.argv[1]}{hvd.rank()}.npz", *(param.data(context).asnumpy() for param in params.values()))

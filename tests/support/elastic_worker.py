@@ -6,16 +6,12 @@ with number N alone. Steps are counted over all epochs; each takes 20 ms.
 =================  ==================================================================================================
 ``steps=N``        end well after so many steps (default: never)
 ``until=FILE``     end well as soon as FILE is there, after the step that is under way
-``exit=CODE``      exit with CODE when the steps are done, after having said 'finished'
-``crash=CODE``     exit with CODE at the step of ``at`` (default 0: as soon as the world has been joined)
-``die``            the same, by SIGKILL
+``die``            SIGKILL at the step of ``at`` (default 0: as soon as the world has been joined)
 ``stop``           the same, by SIGSTOP
 ``timeout``        at that step, say that an operation has timed out
 ``at=N``           see there
 ``die_at=WHEN``    SIGKILL at ``start``, ``enter``, ``ready`` or ``world`` (before it says that it has joined)
-``stop_at=WHEN``   the same with SIGSTOP
 ``deaf``           ignore SIGTERM, and being told to leave or to fail
-``say=TEXT``       print TEXT to stderr before that end
 =================  ==================================================================================================
 
 Workers of one world watch each other's processes: when one is gone, the others say that they have lost it. They commit
@@ -62,17 +58,7 @@ class FakeWorker:
     def moment(self, when: str) -> None:
         """Die or stop here, if that is the act."""
         if self.acts.get("die_at") == when:
-            self.end(-signal.SIGKILL)
-        if self.acts.get("stop_at") == when:
-            os.kill(os.getpid(), signal.SIGSTOP)
-
-    def end(self, code: int) -> None:
-        """End in this way, now."""
-        if "say" in self.acts:
-            print(self.acts["say"], file=sys.stderr, flush=True)
-        if code < 0:
-            os.kill(os.getpid(), -code)
-        os._exit(code)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     def say(self, kind: str, **fields: Any) -> None:
         """Say something to the launcher."""
@@ -127,16 +113,14 @@ class FakeWorker:
             world = self.next_world(cause)
         print(f"done after {self.steps} steps", flush=True)
         self.say("finished")
-        self.end(int(self.acts.get("exit", "0")))
+        os._exit(0)
 
     def train(self) -> str:
         """Step until the world is lost or another one is to come (why), or all is done (empty)."""
         while self.steps < int(self.acts.get("steps", "1000000")) and not os.path.exists(self.acts.get("until", "")):
             if self.steps >= int(self.acts.get("at", "0")):
                 if "die" in self.acts:
-                    self.end(-signal.SIGKILL)
-                if "crash" in self.acts:
-                    self.end(int(self.acts["crash"]))
+                    os.kill(os.getpid(), signal.SIGKILL)
                 if "stop" in self.acts:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if self.acts.pop("timeout", None) is not None:

@@ -89,7 +89,7 @@ def stopped(*pids: int, marker: str = "") -> Iterator[None]:
 def variables_of(marker: str = "") -> dict[str, str]:
     """The environment of a job that carries this marker."""
     name, _, value = marker.partition("=")
-    return {**environment(), "PYTHONPATH": str(PACKAGES), **({name: value} if marker else {})}
+    return {**environment(), "PYTHONPATH": f"{PACKAGES}:{TESTS}", **({name: value} if marker else {})}
 
 
 def shared_files() -> set[str]:
@@ -151,8 +151,7 @@ class Job:
         self._position = 0
         self._belongings = Belongings(marker)
         variables = {name: value for name, value in more.items() if name[0].isupper()}
-        path = os.pathsep.join([str(PACKAGES), str(TESTS)])
-        environ = {**variables_of(marker), "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+        environ = {**variables_of(marker), "OMP_NUM_THREADS": "1", **variables}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "cwd": folder}
             given.update((name, value) for name, value in more.items() if not name[0].isupper())

@@ -1,22 +1,27 @@
-"""Workers that are killed or stopped in the middle of random programs, as real processes: see `fuzz.programs`.
+"""Random faults of jobs, as real processes: lost workers in random programs, disturbances of elastic trainings.
 
-``KVHVD_TEST_FUZZ_FAULTS`` says how many seeds ``make fuzz`` tries (default 100), from ``KVHVD_TEST_FUZZ_SEED`` (default
-1000) on.
+``KVHVD_TEST_FUZZ_FAULTS`` says how many seeds ``make fuzz`` tries of the former (default 100), and
+``KVHVD_TEST_FUZZ_ELASTIC`` of the latter (default 200), both from ``KVHVD_TEST_FUZZ_SEED`` (default 1000) on. With
+``KVHVD_TEST_FUZZ_HOSTS=1`` hosts are namespaces, which are cut off and crash, too. See `fuzz.programs` and
+`fuzz.disturbances`.
 """
 
 import os
 import re
 import signal
 import sys
+from collections import Counter
 
 import pytest
 
+from fuzz import disturbances
 from support.jobs import TESTS, start
 from support.patience import patient
 
 RANKS = 3
 FIRST = int(os.environ.get("KVHVD_TEST_FUZZ_SEED", "1000"))
 SEEDS = int(os.environ.get("KVHVD_TEST_FUZZ_FAULTS", "100"))
+ELASTIC_SEEDS = int(os.environ.get("KVHVD_TEST_FUZZ_ELASTIC", "200"))
 
 
 def lose(seed, number, folder, marker):
@@ -46,7 +51,6 @@ def lose(seed, number, folder, marker):
             assert re.match(f"caught: ({late}|{left})", caught), output
     if number == signal.SIGSTOP:
         assert "] caught: TimeoutError: " in output, output
-    if number == signal.SIGSTOP:
         assert output.count("met again") == RANKS, output
 
 
@@ -66,3 +70,24 @@ def test_many_lost_workers(tmp_path, marker, number):
     for seed in range(FIRST, FIRST + SEEDS):
         (tmp_path / str(seed)).mkdir()
         lose(seed, number, tmp_path / str(seed), marker)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_disturbed_elastic_jobs(tmp_path, marker, seed):
+    """A few."""
+    disturbances.run(seed, tmp_path, marker)
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(400 * ELASTIC_SEEDS)
+def test_many_disturbed_elastic_jobs(tmp_path, marker):
+    """Nearly all of them finish."""
+    outcomes = Counter()
+    over_hosts = os.environ.get("KVHVD_TEST_FUZZ_HOSTS") == "1"
+    for seed in range(FIRST, FIRST + ELASTIC_SEEDS):
+        (tmp_path / str(seed)).mkdir()
+        outcomes[disturbances.run(seed, tmp_path / str(seed), marker, over_hosts=over_hosts)] += 1
+        print(f"seed {seed}: {dict(outcomes)}", flush=True)
+    assert ELASTIC_SEEDS < 20 or outcomes["finished"] >= 0.8 * ELASTIC_SEEDS, outcomes
