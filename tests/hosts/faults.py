@@ -1,26 +1,20 @@
-"""What becomes of a job when a rank or a host is lost: python -m hosts.faults [--runs N] [EVENT...] prints a table.
+"""What becomes of a job of four ranks on two hosts, under the mpirun beside this Python, when a rank or host is lost.
 
-Four ranks on two hosts, under the mpirun beside this Python; run from the folder `tests`, as root.
+benchmarks/hosts_faults.py makes a table of it.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-import re
 import signal
-import statistics
 import subprocess
-import sys
-import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 from hosts.network import Network
-from support.launchers import Launcher, mpirun
+from support.launchers import Launcher
 
 #: How long a host, and a rank that is stopped, may say nothing here.
 SILENCE_S, TIMEOUT_S = 3, 6
@@ -93,63 +87,11 @@ def _running(network: Network, job: subprocess.Popen[bytes]) -> list[int]:
         errors = (network.folder / "err").read_text()
         assert job.poll() is None and time.monotonic() < limit, f"the job does not begin: {errors}"
         time.sleep(0.02)
-    pids = []
-    for text in texts:
-        words = text.split()
-        pids.append(next(pid for pid in network.processes(words[5]) if _inner(pid) == words[2]))
-    return pids
-
-
-def _inner(pid: int) -> str:
-    """The number of a process on its own host."""
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return next(line.split()[-1] for line in lines if line.startswith("NSpid:"))
-    return ""
+    found = [text.split() for text in texts]
+    return [network.number(words[5], int(words[2])) for words in found]
 
 
 def _command(pid: int) -> str:
     with contextlib.suppress(OSError):
         return f"{pid} " + Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")[:80]
     return str(pid)
-
-
-def main() -> None:
-    """Print a row for each event: who told of it, and after how many seconds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--texts", action="store_true", help="also what the ranks said in the last run")
-    parser.add_argument("events", nargs="*", default=list(EVENTS))
-    options = parser.parse_args()
-    mpi = mpirun()
-    assert mpi is not None, "no mpirun beside this Python"
-    sys.stdout.write(f"{mpi.version}; silence {SILENCE_S} s, timeout {TIMEOUT_S} s; {options.runs} runs\n")
-    sys.stdout.write("Seconds after the event: median (worst).\n\n")
-    sys.stdout.write("| event | told by ranks (times) | same host | other host | job ended | left behind |\n")
-    sys.stdout.write("|---|---|---|---|---|---|\n")
-    for event in options.events:
-        outcomes = []
-        for _ in range(options.runs):
-            with tempfile.TemporaryDirectory() as folder, Network(Path(folder), 2) as network:
-                outcomes.append(cause(network, mpi, event))
-        told = ", ".join(f"{r}: {sum(r in one.seconds for one in outcomes)}" for r in range(4))
-        cells = [event, told]
-        for there in ((2, 3), (0, 1)):
-            cells += [_summary([one.seconds[r] for one in outcomes for r in there if r in one.seconds])]
-        cells.append(_summary([one.ended_s for one in outcomes if one.ended_s is not None]))
-        cells[-1] += "".join(f"; {n} never" for n in [sum(one.ended_s is None for one in outcomes)] if n)
-        kinds = Counter(re.sub(r" \d+ |_[0-9a-f]{6,}_\d", " ", each)[:40] for one in outcomes for each in one.left)
-        cells.append("; ".join(f"{kind} ({times})" for kind, times in kinds.items()) or "nothing")
-        sys.stdout.write(f"| {' | '.join(cells)} |\n")
-        sys.stdout.flush()
-        if options.texts:
-            for rank, text in sorted(outcomes[-1].texts.items()):
-                sys.stdout.write(f"    {rank}: {text}\n")
-
-
-def _summary(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({max(seconds):.2f})" if seconds else "-"
-
-
-if __name__ == "__main__":
-    main()

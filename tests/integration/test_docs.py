@@ -4,17 +4,16 @@ import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-
-mx = pytest.importorskip("mxnet")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.skipif(mx.__version__ >= "2", reason="the pages' programs are for MXNet 1"),
+    pytest.mark.skipif(version("mxnet") >= "2", reason="the pages' programs are for MXNet 1"),
 ]
 
 

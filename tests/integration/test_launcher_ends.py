@@ -1,13 +1,16 @@
-"""How jobs of kvhvdrun end: exit codes, who is blamed, and that nothing is left of them, whoever is killed."""
+"""How jobs of kvhvdrun end: exit codes, who is blamed, signals, and that nothing is left of them, whoever is killed."""
 
+import fcntl
 import os
 import signal
+import struct
 import subprocess
+import termios
 from pathlib import Path
 
 import pytest
 
-from support.jobs import LIMIT_S, processes, status_of, variables_of
+from support.jobs import LIMIT_S, PACKAGES, processes, status_of, variables_of
 from support.launchers import kvhvdrun
 
 pytestmark = pytest.mark.alike
@@ -67,15 +70,6 @@ raise ValueError('the cause')
     assert summary.endswith("\n    ValueError: the cause\n")
     assert "[0] PeerLostError" in err
     assert err.count("PeerLostError: rank 1 ended early") == 1  # the worker's own words are whole
-
-
-@pytest.mark.timing
-def test_the_time_of_the_survivors_runs_from_the_first_failure(run):
-    """However many fail after it. A launcher that is late by less than six seconds changes nothing."""
-    program = "time.sleep(rank); sys.exit(10 + rank)"
-    job = run("-np 9 --verbose", program, code=10, KVHVD_SURVIVOR_TIME="2")
-    assert "worker 1 (localhost:1) exited with code 11." in job.err
-    assert "worker 8 (localhost:8) was killed by SIGTERM." in job.err
 
 
 def test_workers_that_ignore_sigterm_or_are_stopped_are_killed(run):
@@ -153,11 +147,10 @@ def test_shared_memory_is_removed_by_what_cleans_up_behind_itself(start, who):
     assert [name for name in names if Path("/dev/shm", name).exists()] == []
 
 
-@pytest.mark.parametrize("options", [(), ("--min-np", "1")])
-def test_what_was_started_before_kvhvdrun_goes_on(options):
+def test_what_was_started_before_kvhvdrun_goes_on():
     """As in the start script of a container: a shell starts a service, and becomes kvhvdrun."""
     script = 'sleep 1000 > /dev/null & echo $!; exec "$@"'
-    command = ["sh", "-c", script, "sh", *kvhvdrun().prefix, "-np", "2", *options, "true"]
+    command = ["sh", "-c", script, "sh", *kvhvdrun().prefix, "-np", "2", "true"]
     done = subprocess.run(command, env=variables_of(), stdout=subprocess.PIPE, timeout=LIMIT_S, check=True)
     os.kill(int(done.stdout), signal.SIGTERM)  # raises when it is gone
 
@@ -171,3 +164,92 @@ def test_a_launcher_that_is_stopped_and_continued_goes_on(start):
     job.process.send_signal(signal.SIGCONT)
     (job.folder / "go").touch()
     assert job.end().err == ""
+
+
+# -- Signals ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [("-np 2", signal.SIGINT), ("-np 2", signal.SIGTERM), ("-np 2", signal.SIGHUP), ("--min-np 2", signal.SIGTERM)],
+)
+def test_signals_reach_every_worker_and_give_the_exit_code(start, options, number):
+    """Whatever the workers say; the user's own signals are passed on and end nothing."""
+    program = f"""
+signal.signal(signal.SIGUSR1, lambda *_: say('user\\n'))
+signal.signal({int(number)}, lambda number, _: (say(f'got {{number}}\\n'), os._exit(77 * rank)))
+say('ready\\n')
+while True: signal.pause()
+"""
+    job = start(options, program).until_printed("ready", 2)
+    job.process.send_signal(signal.SIGUSR1)
+    job.until_printed("user", 2)
+    job.end(128 + number, number)
+    assert sorted(job.out.splitlines()[4:]) == [f"[{rank}] got {int(number)}" for rank in range(2)]
+    assert job.err == ""
+    if "--min-np" in options:
+        assert job.events()[-1]["reason"] == "signal SIGTERM"
+        assert len(job.events("worker_started")) == 2  # nobody took the place of those that the signal ended
+
+
+def test_a_signal_after_a_failure_gives_the_exit_code(start):
+    job = start("-np 2 -v", "if rank == 1: sys.exit(7)\nforever()", KVHVD_SURVIVOR_TIME="100")
+    job.until_printed("worker 1 (localhost:1) exited with code 7").end(128 + signal.SIGINT, signal.SIGINT)
+
+
+@pytest.mark.parametrize("options", ["-np 3 -v", "--min-np 3 -v"])
+def test_ctrl_c_of_a_terminal_while_workers_start(start, options):
+    """It reaches the workers, too."""
+    job = start(options, "forever()", start_new_session=True).until_printed("kvhvdrun: worker started worker 0")
+    os.killpg(job.process.pid, signal.SIGINT)
+    job.end(128 + signal.SIGINT)
+
+
+def test_ctrl_c_while_the_launcher_is_imported(start, tmp_path):
+    if len(kvhvdrun().prefix) > 1:
+        pytest.skip("the package is not installed, and with it the command")
+    (tmp_path / "argparse.py").write_text("print('importing', flush=True)\nwhile True: pass\n")
+    job = start("-np 2", "", PYTHONPATH=f"{tmp_path}{os.pathsep}{PACKAGES}").until_printed("importing")
+    assert job.end(128 + signal.SIGINT, signal.SIGINT).err == ""
+
+
+def test_an_ignored_hangup_stays_ignored(start):
+    program = "say(f'{signal.getsignal(signal.SIGHUP) == signal.SIG_IGN}\\n'); wait_for('go')"
+    job = start("-np 2", program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    job.until_printed("True", 2).process.send_signal(signal.SIGHUP)
+    (job.folder / "go").touch()
+    job.end()
+
+
+@pytest.mark.parametrize("options", ["-np 2", pytest.param("--min-np 2", marks=pytest.mark.slow)])
+def test_the_ends_of_workers_are_seen_although_sigchld_is_inherited_ignored_and_blocked(run, options):
+    def inherited():
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+
+    program = "say(f'{signal.getsignal(17) == signal.SIG_DFL} {signal.pthread_sigmask(0, [])}\\n'); sys.exit(3)"
+    job = run(options, program, code=3, preexec_fn=inherited)
+    assert {line[4:] for line in job.out.splitlines()} == {"True set()"}
+
+
+@pytest.mark.parametrize("options", ["-np 2", pytest.param("--min-np 2", marks=pytest.mark.slow)])
+def test_a_signal_ends_the_job_although_nobody_reads_its_output(start, options):
+    # The signal's own action: without a handler, Python would end with the write that it is in.
+    program = "signal.signal(signal.SIGINT, signal.SIG_DFL)\nwhile True: say('x' * 1000 + '\\n')"
+    job = start(options, program, stdout=subprocess.PIPE, KVHVD_KILL_GRACE="1")
+    pipe = job.process.stdout.fileno()
+
+    def is_full():
+        (number,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))
+        return bool(number > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 8192)
+
+    job.until(is_full, "a full pipe")
+    job.end(128 + signal.SIGTERM, signal.SIGTERM)
+
+
+def test_a_signal_that_ends_the_daemon_is_not_the_workers_fault(start):
+    job = start("-np 2", "say(f'{os.getppid()}\\n')\nforever()").until_printed("[", 2)
+    daemon = int(job.out.split()[1])
+    os.kill(daemon, signal.SIGTERM)
+    last = f"kvhvdrun: the daemon on localhost (pid {daemon}) was ended by SIGTERM."
+    assert job.end(143).err == f"{last}\n  Fix: to end a job, send the signal to kvhvdrun.\n"

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hosts.network import Network, unavailable
 
-from support.jobs import stopped
 from support.launchers import kvhvdrun
 from support.patience import patient
 
@@ -41,10 +40,17 @@ def begin(network, start):
     return begin_one
 
 
-def left(network, name):
-    """The processes of a host but for the server of its shell, or of ssh."""
-    found = [(pid, Path(f"/proc/{pid}/cmdline")) for pid in network.processes(name)]
-    return [pid for pid, path in found if path.exists() and not re.search(b"--serve|/sshd", path.read_bytes())]
+def until_nothing_is_left(network):
+    """But for the servers of the shell, or of ssh."""
+
+    def left(name):
+        found = [Path(f"/proc/{pid}/cmdline") for pid in network.processes(name)]
+        return any(path.exists() and not re.search(b"--serve|/sshd", path.read_bytes()) for path in found)
+
+    limit = time.monotonic() + patient(15)
+    while any(left(name) for name in network.names):
+        assert time.monotonic() < limit, "something is left"
+        time.sleep(0.01)
 
 
 SUM = """
@@ -109,43 +115,11 @@ def test_ssh(network, start, tmp_path, options):
         reports = begin(SUM).end().reports()
         assert [(one["rank"], one["total"]) for one in reports] == [(rank, [6.0, 6.0]) for rank in range(3)]
         begin("say('ready\\n')\nforever()").until_printed("ready", 3).end(-signal.SIGKILL, signal.SIGKILL)
-        limit = time.monotonic() + patient(15)
-        while any(left(network, name) for name in network.names):
-            assert time.monotonic() < limit, "something is left"
-            time.sleep(0.01)
+        until_nothing_is_left(network)
     finally:
         for server in servers:
             server.terminate()
             server.wait()
-
-
-@pytest.mark.timing
-def test_a_host_is_cut_off_and_comes_back(begin, network, tmp_path):
-    """A worker there has ended before others go on, though it ignores SIGTERM; the host gets another one later."""
-    options = "--min-np 1 --blacklist-cooldown-range 1 2"
-    job = begin(options, acts=f"until={tmp_path}/finish 2:deaf", KVHVD_LEASE="3")
-    job.until_joined(0, 1, 2)
-    network.cut("node1")
-    lost = job.until_event("host_lost", host="node1")
-    assert not left(network, "node1")
-    assert lost["text"].startswith("its daemon has said nothing for 3.4 s (KVHVD_LEASE)")
-    job.until_joined(0)
-    network.heal("node1")
-    job.until_joined(count=3, after=1)
-    (tmp_path / "finish").touch()
-    job.end()
-
-
-def test_pauses_of_launcher_and_daemon_cost_nothing(begin, network, tmp_path):
-    job = begin("--min-np 3", acts=f"until={tmp_path}/finish")
-    job.until_joined(0, 1, 2)
-    names = {pid: Path(f"/proc/{pid}/comm").read_text() for pid in left(network, "node1")}
-    (daemon,) = [pid for pid, name in names.items() if name.startswith("job-daemon")]
-    for pid in (job.process.pid, daemon):
-        with stopped(pid):
-            time.sleep(5)  # longer than all limits but the lease
-    (tmp_path / "finish").touch()
-    assert job.end().err == ""
 
 
 def test_the_launcher_is_killed(begin, network):
@@ -158,7 +132,4 @@ forever()
 """
     job = begin("", program, KVHVD_KILL_GRACE="0.5").until_printed("ready", 3)
     job.end(-signal.SIGKILL, signal.SIGKILL)
-    limit = time.monotonic() + patient(15)
-    while any(left(network, name) for name in network.names):
-        assert time.monotonic() < limit, "something is left"
-        time.sleep(0.01)
+    until_nothing_is_left(network)

@@ -41,53 +41,6 @@ report(rank=rank, refused=refused, generation=generation, total=total, failed=bo
     assert all(told["failed"] for told in reports[1:])
 
 
-INTERRUPTED = """
-import threading
-import numpy as np
-import mxnet as mx
-import kvstore_hvd
-from kvstore_hvd.world import process
-computed = threading.Event()
-class Late(mx.operator.CustomOp):
-    def forward(self, is_train, req, in_data, out_data, aux):
-        computed.wait()
-        self.assign(out_data[0], req[0], in_data[0])
-@mx.operator.register('late')
-class Property(mx.operator.CustomOpProp):
-    def create_operator(self, ctx, shapes, dtypes):
-        return Late()
-store = mx.kv.create('horovod')
-store.barrier()
-if rank == 0:
-    store.pushpull('alone', mx.nd.Custom(mx.nd.ones((3,)), op_type='late') if LATE else mx.nd.ones((3,)))
-    threading.Timer(1, os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        process.current().shutdown()
-    except KeyboardInterrupt:
-        say('rank 0 was interrupted\\n')
-    computed.set()
-    try:
-        mx.nd.waitall()  # MXNet 2 hangs at exit when an operator written in Python is running
-    except (mx.MXNetError, kvstore_hvd.KVHvdError):
-        pass
-else:
-    try:
-        kvstore_hvd.allreduce(np.ones(1), 'other')
-    except kvstore_hvd.HorovodInternalError as error:
-        say(f'rank 1 got: {error}\\n')
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("late", [False, True])
-def test_ctrl_c_ends_the_wait_of_a_worker_that_leaves(run, late):
-    """It is heard long before the deadline of ten minutes, and the others are told why nobody comes any more."""
-    out = run("-np 2", f"LATE = {late}\n" + INTERRUPTED).out
-    assert "rank 0 was interrupted" in out
-    assert "rank 1 got: [rank 1/2] allreduce" in out
-    assert "interrupted" in out.partition("rank 1 got: ")[2].partition("\n")[0]
-
-
 @pytest.mark.parametrize(("own", "code"), [(7, 7), pytest.param(0, 1, marks=pytest.mark.slow)])
 def test_a_worker_whose_last_operation_failed_does_not_end_in_good_order(run, own, code):
     """The error that nobody has read is logged at exit, and the exit code tells of it unless the program's own does."""
@@ -186,7 +139,7 @@ if hvd.size() == 2:
     assert "rank 0 left: none of its operations completed within 2 s" in job.of(2), job.describe()
 
 
-@pytest.mark.parametrize("hosts", [{}, {"KVHVD_TEST_HOSTS": "2"}])
+@pytest.mark.parametrize("hosts", [pytest.param({}, marks=pytest.mark.slow), {"KVHVD_TEST_HOSTS": "2"}])
 def test_a_late_worker_that_computes_is_waited_for_at_exit(start, hosts):
     """Beyond the limit that nobody has set, by a worker that reads no result."""
     program = """
@@ -205,32 +158,6 @@ if rank == 0: say(f'{total.asnumpy()}\\n')
     job.until(lambda: re.search(r"rank 1 has waited ([6-9]|\d\d) s", job.of(1)), "three times the limit")
     (job.folder / "go").touch()
     job.end()
-
-
-@pytest.mark.slow
-def test_what_mxnet_has_not_come_to_is_waited_for(run):
-    """A layer that needs the other workers submits what it exchanges as MXNet computes it: there is a world then."""
-    program = """
-import mxnet as mx
-import kvstore_hvd.mxnet as hvd
-hvd.init()
-net = mx.gluon.nn.HybridSequential()
-net.add(*(hvd.SyncBatchNorm(in_channels=3) for _ in range(4)))
-net.initialize()
-trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd', {'learning_rate': 0.1})
-def train():
-    for _ in range(3):
-        with mx.autograd.record():
-            loss = net((mx.np if mx.__version__.startswith('2') else mx.nd).ones((4, 3))).sum()
-        loss.backward()
-        trainer.step(4)
-train()
-hvd.shutdown()
-hvd.init()
-train()
-"""
-    job = run("-np 2", program)
-    assert "Error" not in job.out + job.err
 
 
 @pytest.mark.slow

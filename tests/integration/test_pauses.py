@@ -4,9 +4,7 @@ Real processes, SIGSTOP and SIGCONT. What a pause must not cost is told by the e
 is killed.
 """
 
-import contextlib
 import os
-import pty
 import signal
 import sys
 import time
@@ -69,13 +67,6 @@ def test_a_static_job_is_stopped(start, marker, limit):
     assert job.end().out.count("done") == 2
 
 
-def test_a_worker_is_stopped_for_less_than_its_deadline(start):
-    job = start("-np 2", TURNS)
-    line = job.until(lambda: [line for line in job.out.splitlines() if line.startswith("[1] step 2")])[0]
-    pause(4, int(line.split()[-1]))
-    assert (job.end().out.count("done"), job.err) == (2, "")
-
-
 def test_who_leaves_is_stopped_for_longer_than_its_deadline(start, marker):
     program = """
 import mxnet as mx
@@ -124,20 +115,9 @@ elastic_worker.main()
 """
 
 
-def read_all(descriptor):
-    """All that comes to the end of the other side."""
-    text = b""
-    with contextlib.suppress(OSError):  # how a terminal says that its other end is closed
-        while data := os.read(descriptor, 65536):
-            text += data
-    os.close(descriptor)
-    return text
-
-
-@pytest.mark.parametrize("kind", ["pipe", "terminal"])
-def test_the_reader_of_the_output_stands_still(start, kind):
+def test_the_reader_of_the_output_stands_still(start):
     """Workers that write wait; leases and the replacement of a dead worker do not, and nothing is missing."""
-    ours, theirs = os.pipe() if kind == "pipe" else pty.openpty()
+    ours, theirs = os.pipe()
     command = [sys.executable, "-c", LOUD, "steps=400"]
     job = start("--min-np 2 --max-np 3", command, stdout=theirs, stderr=theirs, KVHVD_LEASE="2")
     os.close(theirs)
@@ -147,36 +127,10 @@ def test_the_reader_of_the_output_stands_still(start, kind):
     job.until_joined(0, 1, 3)
     job.until(lambda: len(job.events("worker_exited")) == 4, "the end of all workers")
     time.sleep(3)  # longer than streams that somebody holds open are waited for
-    text = read_all(ours)
+    with open(ours, "rb") as reader:
+        text = reader.read()
     job.end()
     assert not job.events("worker_killed")
     numbers = [int(line.split()[1]) for line in text.splitlines() if line.endswith(b"xxx")]
     assert len(numbers) > 5000
     assert numbers == list(range(len(numbers)))
-
-
-def test_an_output_file_stands_still(start, tmp_path):
-    """Signals are passed on meanwhile, and nothing is lost."""
-    folder = tmp_path / "kept" / "rank.0"
-    folder.mkdir(parents=True)
-    os.mkfifo(folder / "stdout")
-    reader = os.open(folder / "stdout", os.O_RDONLY | os.O_NONBLOCK)
-    program = """
-if rank == 0:
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    for number in range(20000):
-        say(f'{number} {"x" * 60}\\n')
-else:
-    signal.signal(signal.SIGUSR1, lambda *_: open('touched', 'w').close())
-    open('ready', 'w').close()
-    signal.pause()
-"""
-    job = start("-np 2 --output-filename kept", program)
-    job.until((tmp_path / "ready").exists)
-    time.sleep(1)  # the launcher comes to where it could write no more
-    job.process.send_signal(signal.SIGUSR1)
-    job.until((tmp_path / "touched").exists)
-    os.set_blocking(reader, True)
-    text = read_all(reader)
-    job.end()
-    assert [int(line.split()[0]) for line in text.splitlines()] == list(range(20000))

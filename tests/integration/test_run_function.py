@@ -141,38 +141,26 @@ def test_a_program_whose_standard_input_and_output_are_closed(notebook):
     assert notebook(program).end().err == "[0, 1]\n"
 
 
-def test_training_equals_that_of_one_worker_also_under_horovods_name(notebook):
-    """MXNet has been imported and used by the program; every step has all the data, whatever the number of workers."""
+def test_arrays_of_mxnet_travel_also_under_horovods_name(notebook):
+    """MXNet has been imported and used by the program."""
     program = """
-        import mxnet as mx, numpy as np
+        import mxnet as mx
         import horovod, horovod.mxnet as hvd
         nd = mx.np if mx.__version__.startswith("2") else mx.nd
-        images = nd.array(np.random.RandomState(0).normal(size=(12, 5)).astype("float32"))
-        labels = (images * nd.arange(5)).sum(axis=1)
-
-        def train(images, labels, steps):
+        def work(given, factor):
             hvd.init()
-            net = mx.gluon.nn.Dense(1, in_units=5)
-            net.initialize()
-            params = net.collect_params()
-            for name, param in sorted(params.items()):
-                param.set_data(nd.ones(param.shape) * 0.1)
-            trainer = hvd.DistributedTrainer(params, "sgd", {"learning_rate": 0.05})
-            mine = slice(hvd.rank() * 12 // hvd.size(), (hvd.rank() + 1) * 12 // hvd.size())
-            for _ in range(steps):
-                with mx.autograd.record():
-                    loss = ((net(images[mine])[:, 0] - labels[mine]) ** 2).sum()
-                loss.backward()
-                trainer.step(12 // hvd.size())
-            return net.weight.data().asnumpy(), net.bias.data()  # an array of MXNet travels, too
-
-        whole = train(images, labels, 20)
-        parts = horovod.run(train, (images, labels, 20), np=2, use_gloo=True)
-        print(horovod.run is run, all((part[0] == parts[0][0]).all() for part in parts))
-        print(np.allclose(parts[0][0], whole[0], rtol=1e-4), abs(whole[0]).max() > 0.5)
-        print(np.allclose(parts[0][1].asnumpy(), whole[1].asnumpy(), rtol=1e-4))
+            net = mx.gluon.nn.Dense(1, in_units=3)
+            net.initialize(mx.init.One())
+            trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1})
+            with mx.autograd.record():
+                loss = net(given * (1 + 2 * hvd.rank())).sum()
+            loss.backward()
+            trainer.step(1)
+            return net.weight.data() * factor, net.bias.data().asnumpy()
+        results = horovod.run(work, (nd.ones((1, 3)), 10), np=2, use_gloo=True)
+        print(horovod.run is run, [(weight.asnumpy().tolist(), bias.tolist()) for weight, bias in results])
         """
-    assert notebook(program, KVHVD_AS_HOROVOD="1").end().out.split() == ["True"] * 5
+    assert notebook(program, KVHVD_AS_HOROVOD="1").end().out == f"True {[([[-10.0] * 3], [-1.0])] * 2}\n"
 
 
 # -- Output -------------------------------------------------------------------------------------------------------
@@ -267,32 +255,6 @@ def test_workers_without_a_result_are_named(notebook):
     ):
         assert text in out
         out = out.partition(text)[2]
-
-
-@pytest.mark.alike
-def test_options_that_cannot_be_are_refused(notebook):
-    """Before any worker starts."""
-    refused = {
-        "np=2, hosts='elsewhere:2'": "'elsewhere' is another host",
-        "np=2, hosts='localhost:1'": "2 workers are needed, but the hosts have 1 slots.",
-        "np=2, reset_limit=3": "--reset-limit is for elastic jobs.",
-        "np=2, executable='/no/python'": "command '/no/python' was not found.",
-        "min_np=1, output_filename='x'": "--output-filename is not for elastic jobs.",
-    }
-    program = f"""
-        def work(): open("started", "w").close()
-        for options in {list(refused)!r}:
-            try:
-                eval(f"run(work, {{options}})")
-            except Exception as error:
-                print(f"{{type(error).__name__}}: {{error}}", "Fix: " in str(error))
-        print(os.path.exists("started"))
-        """
-    out = notebook(program).end().out
-    for text in refused.values():
-        assert f"LaunchError: {text}" in out
-    assert out.count(" True\n") == len(refused)
-    assert out.endswith("False\n")
 
 
 # -- Ends ---------------------------------------------------------------------------------------------------------

@@ -10,15 +10,11 @@ from support.jobs import LIMIT_S, variables_of
 from support.timeline import Trace, parts_of
 
 TRAIN = """
-import mxnet as mx
-from support.gluon import array, backward, mlp, samples
-net = mlp()
-trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore="horovod")
-data, label = samples(24)
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.broadcast(np.ones(3), 0, 'weight')
 for _ in range(5):
-    backward(net, [(array(data), array(label))])
-    trainer.step(24)
-    mx.nd.waitall()
+    kvstore_hvd.allreduce(np.ones(3), 'weight')
 if child := os.fork():
     assert os.waitpid(child, 0)[1] == 0
 """
@@ -34,7 +30,7 @@ while True:
 """
 
 
-def test_a_training_leaves_one_file(run, tmp_path):
+def test_a_job_leaves_one_file(run, tmp_path):
     """Nothing in the program: variables alone. A child that runs the exit handlers of the program changes nothing."""
     (tmp_path / "own").mkdir()
     target = tmp_path / "own" / "timeline.json"
@@ -42,12 +38,9 @@ def test_a_training_leaves_one_file(run, tmp_path):
     trace = Trace(target)
     assert (trace.ranks(), trace.about["lost_operations"]) == ([0, 1], 0)
     for rank in range(2):
-        rows = [name for name in trace.names(rank) if "weight" in name or "bias" in name]
-        assert len(rows) == 6
-        for name in rows:
-            spans = [span["name"] for span in trace.row(rank, name)]
-            assert spans[:4] == ["NEGOTIATE_BROADCAST", "BROADCAST", "NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
-            assert len(spans) >= 2 + 2 * 5
+        (name,) = (name for name in trace.names(rank) if "weight" in name)
+        spans = [span["name"] for span in trace.row(rank, name)]
+        assert spans == ["NEGOTIATE_BROADCAST", "BROADCAST", *["NEGOTIATE_ALLREDUCE", "ALLREDUCE"] * 5]
         assert len(trace.cycles(rank)) >= 5
     assert os.listdir(tmp_path / "own") == [target.name]
 

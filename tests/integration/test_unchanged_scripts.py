@@ -44,15 +44,6 @@ def test_a_script_that_cannot_be_started(run):
         assert f"[{rank}] {sys.executable}: can't open file" in err
 
 
-@pytest.mark.alike
-@pytest.mark.slow
-def test_exit_codes_and_tracebacks_are_those_of_the_script(run):
-    run("-np 2 --as-horovod", "if rank == 1: sys.exit(7)", code=7)
-    err = run("-np 2 --as-horovod", "raise ValueError(rank)", code=1).err
-    assert "[1] ValueError: 1\n" in err
-    assert "kvstore_hvd" not in err
-
-
 TRAIN = """
 import mxnet as mx
 import horovod.mxnet as hvd
@@ -95,25 +86,6 @@ def test_training_with_horovods_interface(run, spawn):
     assert first.startswith("2 0.5 ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["--as-horovod", f"{sys.executable} -m kvstore_hvd"])
-def test_a_script_that_names_the_store_only(run, how):
-    program = """
-import mxnet as mx
-ones = mx.nd.ones if mx.__version__ < '2' else mx.np.ones
-net = mx.gluon.nn.Dense(1, in_units=2)
-net.initialize()
-trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', {'learning_rate': 1}, kvstore='horovod')
-for step in range(2):
-    with mx.autograd.record():
-        loss = net(ones((1, 2)) * (rank + 1)).sum()
-    loss.backward()
-    trainer.allreduce_grads()
-    say(str(net.weight.grad().asnumpy().tolist()) + '\\n')
-"""
-    assert run(f"-np 2 {how}", program).out.count("[[3.0, 3.0]]\n") == 4
-
-
 # -- Output kept in files -----------------------------------------------------------------------------------------
 
 
@@ -131,18 +103,6 @@ def test_output_is_kept_in_files_too(run, tmp_path):
     assert folders == [f"rank.{rank}" for rank in range(3)]
     assert (old / "stdout").read_text() == "out 2\nno end"
     assert (old / "stderr").read_text() == "err 2\n"
-
-
-@pytest.mark.alike
-def test_a_full_disk_is_said_and_ends_no_work(run, tmp_path):
-    (tmp_path / "logs" / "rank.0").mkdir(parents=True)
-    (tmp_path / "logs" / "rank.0" / "stdout").symlink_to("/dev/full")
-    program = "for i in range(50): say(f'{i}\\n')\nsay('done', sys.stderr)"
-    job = run("-np 2 --output-filename logs", program, code=1)
-    assert len(job.out.splitlines()) == 100
-    assert job.err.count("kvhvdrun: stdout of rank 0 cannot be written to its file: No space left on device.") == 1
-    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text().splitlines()[-1] == "49"
-    assert job.err.count("done") == 2
 
 
 # -- Settings -----------------------------------------------------------------------------------------------------
