@@ -10,54 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_hvd.base.cores import describe, suffice
 from support.jobs import PRELUDE
 from support.launchers import kvhvdrun
 
-pytestmark = pytest.mark.timeout(240)
-
-
-@pytest.mark.alike
-def test_a_worker_that_never_comes_is_named_by_all_others(run):
-    program = """
-if rank == 1: forever()
-from kvstore_hvd.world.discover import discover
-from kvstore_hvd.world.meeting import share_segment
-share_segment(discover(), lambda told: os.memfd_create('x'))
-"""
-    err = run("-np 3 --start-timeout 2", program, code=1).err
-    assert "[rank 0/3] rank 1 did not arrive within 2 s." in err
-    assert "[rank 2/3] the start failed" in err
-
-
-@pytest.mark.alike
-def test_a_script_without_an_interpreter_is_named(run, tmp_path):
-    script = tmp_path / "train"
-    script.write_text("echo\n")
-    script.chmod(0o755)
-    err = run("-np 2", [str(script)], code=126).err
-    assert str(script) in err
-    assert "#!" in err
-
-
-@pytest.mark.alike
-@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_who_waits_spins_only_if_there_is_a_core_for_each(run, together):
-    """Those that the workers may use count, not those of the machine; pinned to one each they have one each."""
-    cores = sorted(os.sched_getaffinity(0))
-    if not together and len(cores) < 2:
-        pytest.skip("needs two cores")
-    program = f"""
-import kvstore_hvd
-os.sched_setaffinity(0, {{{cores[:1] * 2 if together else cores[:2]}[rank]}})
-kvstore_hvd.init()
-kvstore_hvd.barrier()
-"""
-    err = run("-np 2", program, KVHVD_LOG_LEVEL="info").err
-    # A control group may allow less than that, too.
-    allowed = suffice([describe()] * 2)
-    assert err.count("a worker that waits does not spin") == (0 if allowed and not together else 2), err
-
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
 # -- Open files ---------------------------------------------------------------------------------------------------
 
@@ -71,7 +27,6 @@ def allow(more):
 """
 
 
-@pytest.mark.slow
 def test_too_few_are_said_when_a_world_is_joined(run):
     err = run("-np 2", LIMITED + "allow(10)\nkvstore_hvd.init()", code=1).err
     assert "joining the world of 2 workers takes 14 open files, and this process has 10 left." in err
@@ -79,7 +34,6 @@ def test_too_few_are_said_when_a_world_is_joined(run):
     assert err.count("did not arrive") == 0
 
 
-@pytest.mark.slow
 def test_too_few_are_said_by_all_when_a_process_set_is_added(run):
     program = """
 hvd.init(process_sets='dynamic')
@@ -97,7 +51,6 @@ hvd.barrier()
     assert len(re.findall(text, out)) >= 2 * 3, out  # of two workers, told to all
 
 
-@pytest.mark.slow
 def test_a_full_table_of_descriptors_kills_nobody(run):
     program = """
 kvstore_hvd.init()
@@ -109,7 +62,6 @@ say('through\\n')
     assert run("-np 3", LIMITED + program).out.count("through") == 3
 
 
-@pytest.mark.slow
 def test_more_descriptors_than_select_takes(run):
     program = """
 import resource
@@ -124,7 +76,6 @@ report(rank=rank, total=float(kvstore_hvd.allreduce(np.ones(1), 'x')[0]), highes
     assert [(one["total"], one["highest"] > 1023) for one in reports] == [(4.0, True)] * 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     ["-np 9", "--min-np 9 -H localhost:9", "--min-np 18 --host-discovery-script 'echo localhost:9 127.0.0.1:9'"],
@@ -174,7 +125,6 @@ def told(run, program, **variables):
     return [job.of(rank).strip() for rank in range(2)]
 
 
-@pytest.mark.slow
 def test_a_machine_that_does_not_tell_its_memory(run):
     """A call of the system that is refused leaves a number of pages below zero."""
     texts = told(run, "os.sysconf = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': -1 << 60}.get\n" + PROGRAM)
@@ -191,7 +141,6 @@ def told_by_all(texts, what, fix):
         assert re.search(fix, line), text
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "number", "what", "fix"),
     [
@@ -206,14 +155,12 @@ def test_a_call_that_is_refused(run, shim, name, number, what, fix):
     told_by_all(told(run, PROGRAM, **variables), what, fix)
 
 
-@pytest.mark.slow
 def test_limits_that_cannot_be_read(run, shim):
     """Where a sandbox denies prlimit, launcher and workers do without."""
     texts = told(run, PROGRAM, LD_PRELOAD=shim, REFUSE_getrlimit=str(errno.EPERM))
     assert texts == ["sum [2.0, 2.0]"] * 2
 
 
-@pytest.mark.slow
 def test_a_limit_of_files_that_is_too_small(run):
     limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + PROGRAM
     told_by_all(told(run, limited), "sizing the shared segment: File too large", "ulimit -f")
@@ -228,7 +175,6 @@ def unshares(*options):
     return command
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "option"), [("PID", "--pid"), ("time", "--time")])
 def test_workers_in_namespaces_of_their_own(run, kind, option):
     """They cannot see whether the others live: that is said, and none takes a living one for dead."""
@@ -243,6 +189,5 @@ def test_workers_in_namespaces_of_their_own(run, kind, option):
         assert len(re.findall(r"^  Fix: start all of them in one container", text, re.MULTILINE)) == 1, text
 
 
-@pytest.mark.slow
 def test_an_elastic_job_without_a_loopback(run):
     assert run("--min-np 2", ["true"], launcher=[*unshares("--net"), *kvhvdrun().prefix]).err == ""

@@ -1,8 +1,11 @@
 """Worlds that are left and met again, processes that are not part of them, and what happens at exit."""
 
+import os
 import re
 
 import pytest
+
+from kvstore_hvd.base.cores import describe, suffice
 
 
 @pytest.mark.alike
@@ -192,3 +195,22 @@ for number in range(12):
 say('all rounds\\n')
 """
     assert run("-np 2", program, MXNET_CPU_PRIORITY_NTHREADS="8").out.count("all rounds") == 2
+
+
+@pytest.mark.alike
+@pytest.mark.parametrize("together", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_who_waits_spins_only_if_there_is_a_core_for_each(run, together):
+    """Those that the workers may use count, not those of the machine; pinned to one each they have one each."""
+    cores = sorted(os.sched_getaffinity(0))
+    if not together and len(cores) < 2:
+        pytest.skip("needs two cores")
+    program = f"""
+import kvstore_hvd
+os.sched_setaffinity(0, {{{cores[:1] * 2 if together else cores[:2]}[rank]}})
+kvstore_hvd.init()
+kvstore_hvd.barrier()
+"""
+    err = run("-np 2", program, KVHVD_LOG_LEVEL="info").err
+    # A control group may allow less than that, too.
+    allowed = suffice([describe()] * 2)
+    assert err.count("a worker that waits does not spin") == (0 if allowed and not together else 2), err

@@ -112,72 +112,59 @@ COMMUNICATORS = """
 import numpy as np
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import numpy_ops
+from kvstore_hvd.mxnet.process_sets import get_process_set_ids_and_ranks
 from mpi4py import MPI
 world = MPI.COMM_WORLD
-def total(**more):
-    return float(numpy_ops.allreduce(np.ones(2) * (world.rank + 1), 'total', op='sum', **more)[0])
+def total():
+    return float(numpy_ops.allreduce(np.ones(2) * (world.rank + 1), 'total', op='sum')[0])
 def attempt(**more):
     try:
         hvd.init(**more)
     except Exception as error:
         return f'{type(error).__name__} {error}'
-"""
-
-
-def test_worlds_of_communicators(run):
-    """In the communicator's order, others are not needed; a list names ranks, and who is not named is alone."""
-    program = (
-        COMMUNICATORS
-        + """
-hvd.init(comm=world.Split(world.rank % 2, -world.rank))
-half = hvd.rank(), hvd.size(), total()
-threads = hvd.mpi_threads_supported() is (MPI.Query_thread() == MPI.THREAD_MULTIPLE) and hvd.mpi_enabled()
-outside = attempt(process_sets=[hvd.ProcessSet(world.Split(world.rank // 2, world.rank))])
-hvd.shutdown()
-world.Barrier()
-hvd.init(comm=[3, 0])
-report(job=world.rank, half=half, outside=outside, threads=threads,
-       listed=(hvd.rank(), hvd.size(), total()))
-"""
-    )
-    reports = run("-np 4", program, launcher=OWN).reports()
-    assert [report["half"] for report in reports] == [[1, 2, 4], [1, 2, 6], [0, 2, 4], [0, 2, 6]]
-    assert [report["listed"] for report in reports] == [[1, 2, 5], [0, 1, 2], [0, 1, 3], [0, 2, 5]]
-    for report in reports:
-        assert report["threads"]
-        assert "processes that are none of the 2 workers" in report["outside"]
-
-
-def test_process_sets_of_communicators(run):
-    """Each worker names its own part; all parts are sets, in the order of their ranks, and some may be in none."""
-    program = (
-        COMMUNICATORS
-        + """
-from kvstore_hvd.mxnet.process_sets import get_process_set_ids_and_ranks
+def leave():
+    hvd.shutdown()
+    world.Barrier()
 mine = hvd.ProcessSet(world.Split(world.rank % 2, -world.rank))
-comm = world.Split(0 if world.rank % 2 == 0 else MPI.UNDEFINED, world.rank)
-left_out = hvd.ProcessSet(world.Split(MPI.UNDEFINED if world.rank == 3 else world.rank % 2, world.rank))
-some = hvd.ProcessSet(comm)
+some = hvd.ProcessSet(world.Split(0 if world.rank % 2 == 0 else MPI.UNDEFINED, world.rank))
 before = some.ranks
-error = attempt(process_sets=[left_out])
+left_out = hvd.ProcessSet(world.Split(MPI.UNDEFINED if world.rank == 3 else world.rank % 2, world.rank))
+told = dict(job=world.rank, error=attempt(process_sets=[left_out]))
 hvd.init(world, process_sets=[mine])
-parts = dict(number=mine.process_set_id, ranks=mine.ranks, sets=get_process_set_ids_and_ranks(), inside=mine.rank(),
-             text=repr(mine))
-hvd.shutdown()
-world.Barrier()
+told.update(number=mine.process_set_id, ranks=mine.ranks, sets=get_process_set_ids_and_ranks(), inside=mine.rank(),
+            text=repr(mine))
+leave()
 hvd.init(process_sets=[some])
-report(job=world.rank, error=error, before=before, some=some.ranks, included=some.included(), all=total(), **parts)
+told.update(some=[before, some.ranks, some.included()], all=total())
+leave()
+hvd.init(comm=world.Split(world.rank % 2, -world.rank))
+told.update(half=(hvd.rank(), hvd.size(), total()),
+            threads=hvd.mpi_threads_supported() is (MPI.Query_thread() == MPI.THREAD_MULTIPLE) and hvd.mpi_enabled(),
+            outside=attempt(process_sets=[hvd.ProcessSet(world.Split(world.rank // 2, world.rank))]))
+leave()
+hvd.init(comm=[3, 0])
+report(**told, listed=(hvd.rank(), hvd.size(), total()))
 """
-    )
-    for place, report in enumerate(run("-np 4", program, launcher=OWN).reports()):
+
+
+def test_worlds_and_process_sets_of_communicators(run):
+    """Each worker names its own part; all parts are sets, in the order of their ranks, and some may be in none.
+
+    A world has the communicator's order, and others are not needed. A list names ranks; who is not named is alone.
+    """
+    reports = run("-np 4", COMMUNICATORS, launcher=OWN).reports()
+    for place, report in enumerate(reports):
         half = [place % 2, place % 2 + 2]
         assert report["error"].startswith("MismatchError")
         assert "no ranks: rank 3" in report["error"]
         assert (report["number"], report["ranks"], report["inside"]) == (1 + place % 2, half, place // 2)
         assert report["sets"] == {"0": [0, 1, 2, 3], "1": [0, 2], "2": [1, 3]}
         assert report["text"] == f"ProcessSet(process_set_id={1 + place % 2}, ranks={half})"
-        assert (report["before"], report["some"], report["included"]) == (None, [0, 2], place % 2 == 0)
-        assert report["all"] == 10
+        assert (report["some"], report["all"]) == ([None, [0, 2], place % 2 == 0], 10)
+        assert report["threads"]
+        assert "processes that are none of the 2 workers" in report["outside"]
+    assert [report["half"] for report in reports] == [[1, 2, 4], [1, 2, 6], [0, 2, 4], [0, 2, 6]]
+    assert [report["listed"] for report in reports] == [[1, 2, 5], [0, 1, 2], [0, 1, 3], [0, 2, 5]]
 
 
 # -- What MPI lacks -----------------------------------------------------------------------------------------------

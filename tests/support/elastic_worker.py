@@ -10,7 +10,7 @@ with number N alone. Steps are counted over all epochs; each takes 20 ms.
 ``stop``           the same, by SIGSTOP
 ``timeout``        at that step, say that an operation has timed out
 ``at=N``           see there
-``die_at=WHEN``    SIGKILL at ``start``, ``enter``, ``ready`` or ``world`` (before it says that it has joined)
+``die_at=WHEN``    SIGKILL at ``ready`` or ``world`` (before it says that it has joined)
 ``deaf``           ignore SIGTERM, and being told to leave or to fail
 =================  ==================================================================================================
 
@@ -50,7 +50,6 @@ class FakeWorker:
         self.inbox: list[dict[str, Any]] = []
         if "deaf" in acts:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        self.moment("start")
         connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connected.connect("\0" + os.environ["KVHVD_DAEMON"])
         self.line = Channel(connected)
@@ -88,7 +87,6 @@ class FakeWorker:
 
     def first_world(self) -> dict[str, Any]:
         """Enter the job; the first world."""
-        self.moment("enter")
         self.say("enter", host=[os.uname().nodename] * 2, pid=os.getpid(), addresses=[], ranks=[])
         answer = self.take("rank", "world")
         return answer if answer["t"] == "world" else self.next_world("start")

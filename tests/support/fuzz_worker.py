@@ -18,7 +18,7 @@ import time
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from fuzz.executor import Executor
-from fuzz.programs import Program, generate
+from fuzz.programs import generate
 from fuzz.runner import agree
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.mxnet import process_sets
@@ -33,22 +33,18 @@ class Victim:
     def __init__(self, draw: random.Random, number: int) -> None:
         self._number = number
         self._program = draw.randrange(1, 12)
-        self._delay_s = draw.choice((None, draw.random() * 0.05))
+        #: None: it happens between two operations, and not at any time.
+        self.delay_s = draw.choice((None, draw.random() * 0.05))
         self._step = draw.randrange(4)
-
-    @property
-    def is_between_operations(self) -> bool:
-        """Whether it will happen between two operations, and not at any time."""
-        return self._delay_s is None
 
     def before_step(self, program: int, step: int) -> None:
         """Die, or be stopped, when the moment has come; `program` is counted from 0."""
         if (program, step) != (self._program, self._step) and program <= self._program:
             return
-        if self._delay_s is None or program > self._program:
+        if self.delay_s is None or program > self._program:
             self._send()
         elif program == self._program:
-            threading.Timer(self._delay_s, self._send).start()
+            threading.Timer(self.delay_s, self._send).start()
 
     def _send(self) -> None:
         print(f"victim: {os.getpid()}", flush=True)
@@ -57,17 +53,10 @@ class Victim:
             os.kill(os.getpid(), number)
 
 
-def run(executor: Executor, first: int, victim: Victim | None, rank: int, size: int) -> None:
-    """Run programs until the world is lost."""
-    for number in range(PROGRAMS):
-        program = generate(first + number, size, leavers=False)
-        check(executor, program, rank, (lambda step, n=number: victim.before_step(n, step)) if victim else None)
-
-
-def check(executor: Executor, program: Program, rank: int, before_step: object = None) -> None:
+def check(executor: Executor, seed: int, rank: int, size: int, before_step: object = None) -> None:
     """Run one program, and compare with the other ranks."""
-    outcome = executor.run(program, before_step or (lambda step: None))  # type: ignore[arg-type]
-    agree(program, outcome, rank)
+    program = generate(seed, size, leavers=False)
+    agree(program, executor.run(program, before_step or (lambda step: None)), rank)  # type: ignore[arg-type]
 
 
 def main(seed: int, number: int) -> int:
@@ -76,11 +65,13 @@ def main(seed: int, number: int) -> int:
     process_sets.allow_dynamic()
     rank, size = hvd.rank(), hvd.size()
     draw = random.Random(seed)
-    victim_rank = draw.randrange(size)
+    is_victim = rank == draw.randrange(size)
     victim = Victim(draw, number)
     executor = Executor(rank, size)
     try:
-        run(executor, seed * 1000, victim if rank == victim_rank else None, rank, size)
+        for each in range(PROGRAMS):
+            moment = (lambda step, each=each: victim.before_step(each, step)) if is_victim else None
+            check(executor, seed * 1000 + each, rank, size, moment)
     except HorovodInternalError as error:
         print(f"caught: {type(error).__name__}: {error}", flush=True)
     else:
@@ -89,7 +80,7 @@ def main(seed: int, number: int) -> int:
     if number != signal.SIGSTOP:
         time.sleep(0.2)  # the others are told by the victim's end, not by this worker's
         return 7
-    if victim.is_between_operations:
+    if victim.delay_s is None:
         kvstore_hvd.reset()
     else:  # sets may have been in the making: begin without any
         with contextlib.suppress(HorovodInternalError):
@@ -97,7 +88,7 @@ def main(seed: int, number: int) -> int:
         hvd.init(process_sets="dynamic")
         executor = Executor(rank, size)
     for after in range(AFTERWARDS):
-        check(executor, generate(seed * 1000 + 500 + after, size, leavers=False), rank)
+        check(executor, seed * 1000 + 500 + after, rank, size)
     print("met again", flush=True)
     return 0
 
