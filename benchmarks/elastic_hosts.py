@@ -37,8 +37,7 @@ from typing import Any, NamedTuple
 import train
 from common import ROOT, describe, median_ratio, summary, table, write
 from elastic_faults import NO_LIMIT, SAMPLES, last_step_before, next_step, settle
-from hosts.job import LEASE_S, HostsJob
-from hosts.network import SHELL, Network
+from hosts.network import LEASE_S, SHELL, HostsJob, Network
 from ranks import kvhvdrun, this_python
 
 from support.elastic import assert_all_right

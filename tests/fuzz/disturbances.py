@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from hosts.job import HostsJob
-from hosts.network import Network
+from hosts.network import HostsJob, Network
 
 from support.elastic import KINDS, ElasticJob, assert_all_right
 from support.jobs import stopped

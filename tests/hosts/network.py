@@ -16,10 +16,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from support.elastic import ElasticJob
+from support.jobs import GLANCE_S, processes
 from support.launchers import Launcher, environment, with_tests
+from support.patience import patient
 
 SHELL = Path(__file__).parents[1] / "support" / "remote_shell.py"
+LEASE_S = 3  # of elastic jobs
 _NET = "10.231.0"
+_PORT = 2222
 # What mpirun calls instead of ssh: enters the host's namespaces. Open MPI names its files by processes, whose numbers
 # are those of other hosts, too: each host has a folder for them.
 _AGENT = """#!/bin/bash
@@ -245,6 +250,44 @@ class Network:
             chain = f"add chain inet loss {hook} {{ type filter hook {hook} priority 0; }}"
             rule = f"add rule inet loss {hook} {way} eth0 numgen random mod 100 < {percent} drop"
             subprocess.run([*begin, f"add table inet loss; {chain}; {rule}"], check=True)
+
+
+class HostsJob(ElasticJob):
+    """An elastic job on hosts of a network, which runs their commands."""
+
+    def __init__(self, folder: Path, marker: str, network: Network, *, options: Sequence[str] = (), **more: Any):
+        self.network = network
+        network.serve(_PORT)
+        options = ["--rsh-command", str(SHELL), "--blacklist-cooldown-range", "1", "2", *options]
+        more = {"KVHVD_LEASE": str(LEASE_S), "KVHVD_TEST_SHELL_PORT": str(_PORT), **more}
+        super().__init__(folder, marker, beside=network.beside, options=options, **more)
+
+    def machine(self, worker: int) -> str:
+        """The host of a worker."""
+        return str(self.events("worker_started", worker=worker)[-1]["slot"]).partition(":")[0]
+
+    def pid(self, worker: int) -> int:
+        """The process of a worker, by its number on this machine; 0 if it has ended."""
+        return self.network.number(self.machine(worker), super().pid(worker))
+
+    def of_host(self, name: str) -> list[int]:
+        """The members of the newest world on a host."""
+        return [worker for worker in self.members() if self.machine(worker) == name]
+
+    def everything(self) -> list[int]:
+        """All processes of the job."""
+        on_hosts = [pid for name in self.network.running for pid in self.network.processes(name)]
+        return [*processes(self.marker), *on_hosts]
+
+    def end(self, code: int | None = 0, number: int = 0) -> HostsJob:
+        """As of any job; fails if anything is left on a host."""
+        super().end(code, number)
+        limit = time.monotonic() + patient(15)
+        for name in self.network.running:
+            while left := [*self.network.processes(name), *self.network.shared_files(name)]:
+                assert time.monotonic() < limit, f"left on {name}: {left}\n{self.describe()}"
+                time.sleep(GLANCE_S)
+        return self
 
 
 def _ip(*words: str) -> None:

@@ -5,6 +5,7 @@ The launcher is a fake that decides nothing. How workers start and end is in tes
 
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,8 @@ import pytest
 
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.launch.daemon import WINDOW
-from support.jobs import LIMIT_S, variables_of
+from support.jobs import processes, variables_of
+from support.patience import patient
 
 pytestmark = pytest.mark.alike
 
@@ -85,7 +87,7 @@ class Launcher:
                 self.messages.append(message)
 
     def until(self, condition):
-        end = time.monotonic() + LIMIT_S
+        end = time.monotonic() + patient(15)
         while not condition():
             assert time.monotonic() < end, self.messages[-20:]
             self.hear()
@@ -101,20 +103,11 @@ class Launcher:
 
 @pytest.fixture
 def launcher(marker):
-    """A launcher whose daemon ends with code 0 when the job does."""
+    """A launcher whose daemon ends when it is gone."""
     made = Launcher(marker)
-    try:
-        yield made
-        made.send("end", text="")
-        with pytest.raises(ChannelError):
-            while True:
-                made.hear()
-        made.line.close()
-        assert made.daemon.wait(LIMIT_S) == 0
-    finally:
-        made.line.close()
-        made.daemon.kill()
-        made.daemon.wait()
+    yield made
+    made.line.close()
+    assert made.daemon.wait(patient(15)) == 1
 
 
 def test_output_waits_until_it_is_acknowledged_but_for_last_words(launcher):
@@ -200,3 +193,27 @@ def test_what_cannot_be_started_is_reported(launcher):
     for number, command in enumerate([["/nowhere/program"], [], ["/bin/sh", "a\0b"], ["/etc/hostname"]]):
         launcher.send("start", worker=number, command=command, environment={}, **how)
         assert launcher.next("not_started", number)["text"]
+
+
+# -- Ends -----------------------------------------------------------------------------------------------------------
+
+DEAF = "import signal\nfor number in (10, 15): signal.signal(number, signal.SIG_IGN)\n" + FINISHED
+DEAF += "threading.Event().wait(100)"
+
+
+def test_one_that_is_deaf_to_its_end_is_killed_after_the_grace(launcher):
+    launcher.start(0, DEAF)
+    launcher.next("from", 0)
+    launcher.send("signal", worker=0, signal=signal.SIGUSR1)
+    for _ in range(2):
+        launcher.next("beat")  # it lives: its end would be passed over here, and missed below
+    launcher.send("signal", worker=0, signal=signal.SIGTERM)
+    assert launcher.next("exited", 0)["code"] == -signal.SIGKILL
+
+
+def test_the_loss_of_the_launcher_ends_everything(launcher, marker):
+    launcher.start(0, DEAF)
+    launcher.next("from", 0)
+    launcher.line.close()
+    assert launcher.daemon.wait(patient(15)) == 1
+    assert processes(marker) == []
