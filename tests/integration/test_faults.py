@@ -174,3 +174,12 @@ def test_a_rank_that_was_stopped_past_the_deadline_changes_nothing_later(start):
         job.until_printed(f"[1] failed {trial}")
         (job.folder / f"go{trial}").touch()
     assert job.end().out.count("changed 0\n") == 5
+
+
+@pytest.mark.alike
+@pytest.mark.parametrize("fault", ["os.kill(os.getpid(), signal.SIGSTOP)", "time.sleep(600)"])
+def test_a_rank_that_stands_still_is_named_at_the_deadline(run, fault):
+    """Who has waited, in what, and for whom."""
+    for error in caught(run("-np 3", SUM.format(fault=fault), code=7, KVHVD_TIMEOUT="3")):
+        waited = r"waited 3 s (in allreduce .*)?for rank 2 \(.*pid \d+\), which did not submit it\."
+        assert re.search(rf"TimeoutError: .*{waited}", error), error

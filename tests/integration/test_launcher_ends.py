@@ -277,3 +277,34 @@ def test_a_signal_that_ends_the_daemon_is_not_the_workers_fault(start):
     os.kill(daemon, signal.SIGTERM)
     last = f"kvhvdrun: the daemon on localhost (pid {daemon}) was ended by SIGTERM."
     assert job.end(143).err == f"{last}\n  Fix: to end a job, send the signal to kvhvdrun.\n"
+
+
+def test_a_second_ctrl_c_kills(start):
+    program = "signal.signal(signal.SIGINT, lambda *_: say('no\\n')); say('ready\\n')\nwhile True: signal.pause()"
+    job = start("-np 2", program, KVHVD_KILL_GRACE="100").until_printed("ready", 2)
+    job.process.send_signal(signal.SIGINT)
+    job.until_printed("no", 2).end(128 + signal.SIGINT, signal.SIGINT)
+
+
+def test_workers_deaf_to_ctrl_c_are_killed_after_the_grace(start):
+    program = "signal.signal(signal.SIGINT, signal.SIG_IGN); say('ready\\n'); forever()"
+    job = start("-np 2", program, KVHVD_KILL_GRACE="0.2").until_printed("ready", 2)
+    job.end(128 + signal.SIGINT, signal.SIGINT)
+
+
+def test_workers_share_memory_and_the_secret_is_on_no_command_line(run):
+    program = """
+from kvstore_hvd.world.discover import discover
+from kvstore_hvd.world.meeting import share_segment
+fd = share_segment(discover(), lambda told: os.memfd_create('x'))
+os.pwrite(fd, b'x', rank)
+say(f'{os.fstat(fd).st_ino} {len(os.sched_getaffinity(0))}\\n')
+for pid in filter(str.isdigit, os.listdir('/proc')):
+    try:
+        assert os.environ['KVHVD_SECRET'].encode() not in open(f'/proc/{pid}/cmdline', 'rb').read()
+    except OSError: pass
+"""
+    lines = [line[4:].split() for line in run("-np 4 --bind-cores", program).out.splitlines()]
+    assert len({inode for inode, _ in lines}) == 1
+    cores = len(os.sched_getaffinity(0))
+    assert {int(pinned) for _, pinned in lines} <= {max(1, cores // 4), (cores + 3) // 4}

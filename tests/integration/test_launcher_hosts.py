@@ -217,3 +217,9 @@ def test_the_launcher_is_killed(start):
     job = start(f"{SHELL} -H localhost:1,node1:2", "signal.signal(15, signal.SIG_IGN)\nsay('ready\\n')\nforever()")
     job.until_printed("ready", 3)
     job.end(-signal.SIGKILL, signal.SIGKILL)
+
+
+def test_a_host_that_says_nothing(run):
+    err = run(f"{SHELL} -H localhost:1,silent:1 --start-timeout 3", "say('begun')", code=126).err
+    assert "  silent: its daemon did not come within 3 s." in err
+    assert " says: Password:\n" in err

@@ -134,3 +134,38 @@ def test_the_reader_of_the_output_stands_still(start):
     numbers = [int(line.split()[1]) for line in text.splitlines() if line.endswith(b"xxx")]
     assert len(numbers) > 5000
     assert numbers == list(range(len(numbers)))
+
+
+def test_an_output_file_stands_still(start, tmp_path):
+    """Signals are passed on meanwhile, and nothing is lost."""
+    folder = tmp_path / "kept" / "rank.0"
+    folder.mkdir(parents=True)
+    os.mkfifo(folder / "stdout")
+    reader = os.open(folder / "stdout", os.O_RDONLY | os.O_NONBLOCK)
+    program = """
+if rank == 0:
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in range(20000):
+        say(f'{number} {"x" * 60}\\n')
+else:
+    signal.signal(signal.SIGUSR1, lambda *_: open('touched', 'w').close())
+    open('ready', 'w').close()
+    signal.pause()
+"""
+    job = start("-np 2 --output-filename kept", program)
+    job.until((tmp_path / "ready").exists)
+    time.sleep(1)  # the launcher comes to where it could write no more
+    job.process.send_signal(signal.SIGUSR1)
+    job.until((tmp_path / "touched").exists)
+    os.set_blocking(reader, True)
+    with open(reader) as lines:
+        text = lines.read()
+    job.end()
+    assert [int(line.split()[0]) for line in text.splitlines()] == list(range(20000))
+
+
+def test_a_worker_is_stopped_for_less_than_its_deadline(start):
+    job = start("-np 2", TURNS)
+    line = job.until(lambda: [line for line in job.out.splitlines() if line.startswith("[1] step 2")])[0]
+    pause(2, int(line.split()[-1]))
+    assert (job.end().out.count("done"), job.err) == (2, "")

@@ -136,3 +136,34 @@ def test_settings_that_cannot_be_are_errors(run):
         assert f"[{rank}] kvstore_hvd.errors.ConfigError: KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY)" in err
     err = run("-np 2", ["true"], code=2, KVHVD_TIMEUOT="3").err
     assert "  KVHVD_TIMEUOT does not exist; did you mean KVHVD_TIMEOUT?\n  Fix: " in err
+
+
+@pytest.mark.alike
+def test_a_full_disk_is_said_and_ends_no_work(run, tmp_path):
+    (tmp_path / "logs" / "rank.0").mkdir(parents=True)
+    (tmp_path / "logs" / "rank.0" / "stdout").symlink_to("/dev/full")
+    program = "for i in range(50): say(f'{i}\\n')\nsay('done', sys.stderr)"
+    job = run("-np 2 --output-filename logs", program, code=1)
+    assert len(job.out.splitlines()) == 100
+    assert job.err.count("kvhvdrun: stdout of rank 0 cannot be written to its file: No space left on device.") == 1
+    assert (tmp_path / "logs" / "rank.1" / "stdout").read_text().splitlines()[-1] == "49"
+    assert job.err.count("done") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["--as-horovod", f"{sys.executable} -m kvstore_hvd"])
+def test_a_script_that_names_the_store_only(run, how):
+    program = """
+import mxnet as mx
+ones = mx.nd.ones if mx.__version__ < '2' else mx.np.ones
+net = mx.gluon.nn.Dense(1, in_units=2)
+net.initialize()
+trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', {'learning_rate': 1}, kvstore='horovod')
+for step in range(2):
+    with mx.autograd.record():
+        loss = net(ones((1, 2)) * (rank + 1)).sum()
+    loss.backward()
+    trainer.allreduce_grads()
+    say(str(net.weight.grad().asnumpy().tolist()) + '\\n')
+"""
+    assert run(f"-np 2 {how}", program).out.count("[[3.0, 3.0]]\n") == 4
