@@ -91,9 +91,8 @@ test-all: dev
 	$(EDITABLE) '.[test-gpu,test-types,lint]'
 	$(BIN)/python tests/run.py --all --out build/tests/$(VENV:.venv-%=%) $(TESTS)
 
-# For ten minutes, or as many seconds as KVHVD_TEST_SOAK_S says.
 soak: dev
-	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_soak.py parallel/test_resets.py
+	cd tests && $(abspath $(BIN))/kvhvdrun -np 2 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_soak.py parallel/test_resets.py
 
 # Random programs at four ranks, jobs that lose a worker, and elastic jobs that are disturbed at random. The files say
 # how to choose them.

@@ -2,7 +2,22 @@
 
 import pytest
 
+from support.launched import launched
+
 pytest.register_assert_rewrite("support.zero_copy")  # it asserts for the tests, and should say as much as they do
+
+
+def pytest_configure(config):
+    """Register the markers of these tests."""
+    config.addinivalue_line("markers", "needs(workers): skipped where there are fewer workers")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip what needs more workers."""
+    size = launched().size
+    for item in items:
+        if any(marker.args[0] > size for marker in item.iter_markers("needs")):
+            item.add_marker(pytest.mark.skip(reason="needs more workers"))
 
 
 @pytest.fixture

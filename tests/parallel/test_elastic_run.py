@@ -31,8 +31,6 @@ run_module = importlib.import_module("kvstore_hvd.elastic.run")  # the package h
 
 
 class Traced(elastic.ObjectState):
-    """Notes the order in which it is called."""
-
     def __init__(self, **values):
         super().__init__(**values)
         self.calls = []
@@ -52,7 +50,6 @@ for _name in ("sync", "restore", "save", "on_reset", "reset"):
 
 
 def lose_the_world(rank, size):
-    """Have the present world fail on all workers."""
     if size == 1:
         raise HorovodInternalError("there is one worker only")
     if rank == size - 1:

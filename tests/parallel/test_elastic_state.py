@@ -6,47 +6,10 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.elastic import ElasticSampler, GluonState, HostsUpdatedInterrupt, HostUpdateResult, ObjectState
 from kvstore_hvd.errors import MismatchError
-from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import contribution
 from support.gluon import array, backward, network, samples, weights
 
 mx = pytest.importorskip("mxnet")
-
-
-def test_objects_are_those_of_rank_0(rank, size):
-    """ObjectState.sync: all attributes, as rank 0 committed them."""
-    state = ObjectState(epoch=0, history=[], table=np.zeros(3))
-    state.epoch = 10 + rank
-    state.history.append(rank)
-    state.table += rank + 1
-    state.commit()
-    state.epoch = 20 + rank
-    state.sync()
-    assert (state.epoch, state.history) == (10, [0])
-    assert state.table.tolist() == [1, 1, 1]
-    state.history.append("not committed")
-    state.restore()
-    assert state.history == [0]
-
-
-@pytest.mark.parametrize("who", [0, -1])
-def test_an_update_reaches_all(rank, size, who):
-    """check_host_updates: whoever is told, all workers are interrupted, and once."""
-    state = ObjectState(step=0)
-    state.commit()
-    if rank == who % size:
-        state.on_hosts_updated(5, HostUpdateResult.added)
-    state.step = 3 + rank
-    with pytest.raises(HostsUpdatedInterrupt) as raised:
-        state.check_host_updates()
-    assert raised.value.skip_sync is False
-    state.restore()
-    assert state.step == 3 + rank
-    state.commit()
-    # Told late of what all know: nobody is interrupted.
-    if rank == 0:
-        state.on_hosts_updated(5, HostUpdateResult.added)
-    state.commit()
 
 
 def test_updates_add_up_over_the_workers(rank, size):
@@ -81,23 +44,10 @@ def test_updates_add_up_over_the_workers(rank, size):
     assert size == 1 or skips_sync() is False
 
 
-def test_samplers_split_an_epoch(rank, size):
-    """ElasticSampler: ranks and their number are those of the world; together they have every sample."""
-    sampler = ElasticSampler(range(23), seed=4)
-    assert (sampler.rank, sampler.num_replicas) == (rank, size)
-    taken = hvd.allgather_object(list(sampler))
-    assert {index for each in taken for index in each} == set(range(23))
-    assert sum(map(len, taken)) == -(-23 // size) * size
-    sampler.record_batch(0, 2)
-    assert len({str(each) for each in hvd.allgather_object(sampler.state_dict())}) == 1
-    assert sampler.processed_num == min(23, 2 * size)
-
-
 # -- GluonState ---------------------------------------------------------------------------------------------------
 
 
 def make_net(contexts=(), seed=0, deferred=False):
-    """A network with auxiliary states."""
     nn = mx.gluon.nn
     inputs = [{}, {}, {}] if deferred else [{"in_units": 8}, {"in_channels": 6}, {"in_units": 6}]
     layers = [nn.Dense(6, **inputs[0]), nn.BatchNorm(**inputs[1]), nn.Dense(3, **inputs[2])]
@@ -121,8 +71,6 @@ def train(net, trainer, rank, steps, is_alone=False):
 
 
 def everything(net, trainer):
-    """All that training goes on from, as plain values."""
-
     def leaves(state):
         if isinstance(state, (tuple, list)):
             return [leaf for each in state for leaf in leaves(each)]
@@ -139,7 +87,6 @@ def everything(net, trainer):
 
 
 def assert_like_rank_0(thing):
-    """Everything is bit by bit what it is on rank 0."""
     of_all = hvd.allgather_object(thing)
     assert all(each == of_all[0] for each in of_all)
 
@@ -244,7 +191,6 @@ def test_devices_are_kept_apart(rank, size):
         assert all(each[2] == each[0] for each in everything(net, trainer)["values"].values())
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="with NaiveEngine all workers take their steps in the same order")
 def test_stores_match_whatever_trains_first(rank, size):
     """GluonState.sync: two Trainers exchange with their like, though workers take their first steps in other orders."""
     nets = [make_net(seed=1), make_net(seed=2)]
@@ -279,11 +225,10 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.needs(2)
 @pytest.mark.parametrize("text", DIFFERENCES)
 def test_what_does_not_fit_fails_on_all(text, rank, size):
     """GluonState.sync: a state unlike rank 0's on some worker: MismatchError on all of them, nothing was changed."""
-    if size == 1:
-        pytest.skip("needs two workers")
     parts = DIFFERENCES[text](rank == size - 1)
     state = GluonState(**parts, step=rank)
     order = list(parts.get("sampler", []))

@@ -36,7 +36,6 @@ def kernels(tmp_path_factory):
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path, size, kernels):
-    """The stand-in for this worker's GPU, in a fresh world."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(segment, "create_executor", lambda engine, topology, ordinal: HostExecutor(engine))
     monkeypatch.setattr(numpy_ops, "_executors", {})
@@ -128,10 +127,8 @@ def test_bfloat16_needs_an_out(gpu, rank, size):
     assert (values.astype(np.uint32) << 16).view(np.float32).tolist() == [size] * 4
 
 
+@pytest.mark.needs(2)
 def test_reasons_come_before_their_consequences(gpu, rank, size):
-    """After shutdown and in a lost world CUDA fails as well; what is raised is why."""
-    if size == 1:
-        pytest.skip("alone there is no world to lose")
     kvstore_hvd.allreduce(OnGPU(ONES), "before")
     kvstore_hvd.barrier()
     gpu.failures["pointerGetAttributes"] = CUDARuntimeError("cudaErrorInitializationError")

@@ -5,7 +5,6 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.mxnet_compat import engine_is_naive
 from support.arrays import contribution, make
 from support.gluon import array, is_mxnet_2
 
@@ -30,7 +29,6 @@ def inputs(kind, size, shape, dtype="float32"):
 
 
 def loss(y, rank):
-    """Of one rank: another one for each."""
     return (y * y * (rank + 1)).sum() if isinstance(y, mx.np.ndarray) else mx.nd.sum(y * y * (rank + 1))
 
 
@@ -55,7 +53,6 @@ def check(kind, rank, size, shape, distributed, together, dtype="float32", toler
 
 
 def joined(kind, arrays):
-    """All rows, one array after the other."""
     return mx.np.concatenate(arrays, axis=0) if kind is mx.np else mx.nd.concat(*arrays, dim=0)
 
 
@@ -133,7 +130,6 @@ def test_reducescatter(kind, rank, size, op, rows):
 
 
 def test_alltoall(kind, rank, size):
-    """Gradients go back where the rows came from."""
     # Not symmetric, so that to send rows back is not to send them again.
     counts = [[1 + (2 * sender + receiver) % 3 for receiver in range(size)] for sender in range(size)]
 
@@ -149,7 +145,6 @@ def test_alltoall(kind, rank, size):
 
 
 def test_grouped(kind, rank, size):
-    """Each array has its own gradient, also where another one has none."""
     everybody = size * (size + 1) / 2
     for call, expected in (
         (hvd.grouped_allreduce, np.full((size, 1), everybody / size)),
@@ -165,7 +160,6 @@ def test_grouped(kind, rank, size):
         np.testing.assert_allclose(x.grad.asnumpy(), np.broadcast_to(expected, (size, 3)), rtol=1e-6)
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine is not asynchronous")
 def test_backward_in_any_order(kind, rank, size):
     """Ranks that come to independent gradients in different orders; names that are used again; calls without a name.
 
@@ -204,7 +198,6 @@ def test_ops_without_a_gradient(rank, size, op):
 
 
 def test_in_place_is_refused(rank, size):
-    """An array of the graph cannot be overwritten; others can."""
     x, other = mx.nd.ones((2,)), mx.nd.ones((2,))
     x.attach_grad()
     with mx.autograd.record():
@@ -216,7 +209,6 @@ def test_in_place_is_refused(rank, size):
             call(other)
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises in backward() itself")
 def test_backward_in_another_world(rank, size, capfd):
     """The gradient cannot be had; the program is told where it reads it."""
     x = mx.nd.ones((2,))

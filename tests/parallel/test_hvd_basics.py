@@ -15,7 +15,7 @@ from support.arrays import by_host
 
 mx = pytest.importorskip("mxnet")
 
-pytestmark = [pytest.mark.sizes, pytest.mark.mpi]
+pytestmark = pytest.mark.sizes
 
 QUESTIONS = (hvd.size, hvd.rank, hvd.local_size, hvd.local_rank, hvd.cross_size, hvd.cross_rank, hvd.is_homogeneous)
 
@@ -35,7 +35,6 @@ def test_ranks_and_sizes(world):
 
 
 def test_what_this_build_can_do(world):
-    """Truthful constants."""
     assert hvd.mpi_enabled() is (world.source == "mpi")
     assert isinstance(hvd.mpi_built(), bool)
     assert hvd.mpi_threads_supported() is (world.source == "mpi")
@@ -47,7 +46,6 @@ def test_what_this_build_can_do(world):
 
 
 def test_what_can_be_done_with_gpus(monkeypatch):
-    """Where there are CuPy and a driver, and NCCL too."""
     monkeypatch.setattr(gpu, "is_installed", lambda: True)
     monkeypatch.setattr(runtime, "driver_version", lambda: 13000)
     monkeypatch.setattr(basics, "library", lambda: SimpleNamespace(version=22304))
@@ -86,7 +84,6 @@ def test_outside_of_a_world(rank, size):
 
 
 def test_init_with_other_workers(rank, size):
-    """After `shutdown`, `init` meets those that it is told."""
     hvd.shutdown()
     hvd.init(comm=list(reversed(range(size))))
     try:

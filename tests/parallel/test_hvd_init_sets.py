@@ -27,10 +27,9 @@ def sum_of(ranks):
     return sum(each + 1 for each in ranks)
 
 
+@pytest.mark.needs(2)
 def test_twice_with_equal_sets(fresh, rank, size):
     """Other objects with the same ranks stand for the same sets, beside the former ones and new ones."""
-    if size < 2:
-        pytest.skip("needs two workers")
     first = [hvd.ProcessSet([0]), hvd.ProcessSet(range(1, size))]
     hvd.init(process_sets=iter(first))
     numbers = [each.process_set_id for each in first]
@@ -55,10 +54,9 @@ def test_twice_with_equal_sets(fresh, rank, size):
             assert total(new) == sum_of([0, 1])
 
 
+@pytest.mark.needs(2)
 def test_all_objects_end_together(fresh, size):
     """With the set, and with the world; a reset keeps all, for the set of the next world."""
-    if size < 2:
-        pytest.skip("needs two workers")
     hvd.init(process_sets="dynamic")
     first, second = hvd.add_process_set([0]), hvd.ProcessSet([0])
     hvd.init(process_sets=[second])
@@ -78,7 +76,6 @@ def test_all_objects_end_together(fresh, size):
 
 
 def wrong_sets(size):
-    """Return what is refused, and how."""
     return [
         ([[0], [0]], r"process_sets has the set of rank 0 twice"),
         ([[0], [1, size + 3]], rf"names rank {size + 3}, but there are {size} workers"),
@@ -109,10 +106,9 @@ def test_after_an_error_it_can_be_repeated(fresh, rank, size, place):
             assert total(right) == 1
 
 
+@pytest.mark.needs(2)
 def test_workers_that_name_different_sets(fresh, rank, size):
     """Ranks say what they mean: these are no parts of anything. An error on every worker, and it can be repeated."""
-    if size < 2:
-        pytest.skip("needs two workers")
     with pytest.raises(kvstore_hvd.MismatchError, match=r"name different process sets(.|\n)*\[0\]: rank 0\n"):
         hvd.init(process_sets=[hvd.ProcessSet([rank])])
     with pytest.raises(kvstore_hvd.MismatchError, match=r"disagree on the number of process sets(.|\n)*  1: rank 0\n"):

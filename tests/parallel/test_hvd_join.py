@@ -25,7 +25,6 @@ def sum_of(x):
 
 
 def test_the_last_one(rank, size):
-    """All get the rank that joined last, each time anew."""
     for last in range(size):
         if rank == last:
             for _ in range(3):
@@ -75,7 +74,6 @@ def test_uneven_allreduces(rank, size, dtype):
 
 
 def test_bfloat16(rank, size):
-    """The same of a dtype that NumPy does not know."""
     if rank == size - 1:
         x = mx.nd.empty((3,), dtype=bfloat16())
         mx.nd._internal._copyto(mx.nd.array([-2, 0.5, 3]), out=x)
@@ -124,10 +122,9 @@ def test_what_is_not_supported(rank, size):
     assert hvd.allgather(mx.nd.ones((1, 2))).shape == (size, 2)
 
 
+@pytest.mark.needs(3)
 def test_within_a_process_set(dynamic, rank, size):
     """Who is not a member is not concerned; ranks are those among all workers."""
-    if size < 3:
-        pytest.skip("needs three workers")
     some = hvd.add_process_set([0, size - 1])
     if some.included():
         for last in (0, size - 1):
@@ -141,7 +138,6 @@ def test_within_a_process_set(dynamic, rank, size):
 
 
 def test_a_lost_world_ends_the_wait(rank, size):
-    """With the reason."""
     if size == 1:
         assert hvd.join() == 0
         return
@@ -154,10 +150,9 @@ def test_a_lost_world_ends_the_wait(rank, size):
     assert hvd.join() in range(size)
 
 
+@pytest.mark.needs(2)
 def test_where_others_are_in_a_context(rank, size):
     """Both wait for any time, but not for each other."""
-    if size == 1:
-        return
     trainer = hvd.DistributedTrainer(mlp().collect_params(), "sgd")
     with pytest.raises(MismatchError, match=r"at the end of another Join or in hvd.join\(\)"):
         if rank == 0:
@@ -169,20 +164,18 @@ def test_where_others_are_in_a_context(rank, size):
     assert hvd.join() in range(size)
 
 
+@pytest.mark.needs(2)
 def test_refused_within_a_context(rank, size):
     """Whose workers wait for each other at its end."""
-    if size == 1:
-        return
     context = Join([hvd.DistributedTrainer(mlp().collect_params(), "sgd")])
     with context, pytest.raises(InvalidRequestError, match="cannot be used within Join"):
         hvd.join()
     assert hvd.join() in range(size)
 
 
+@pytest.mark.needs(2)
 def test_interrupted(rank, size):
     """Ctrl-C in join() frees the others, who would have gone on with the zeros of this worker."""
-    if size == 1:
-        return
     first, *_ = hvd.allgather(mx.nd.array([os.getpid()], dtype="int64")).asnumpy().tolist()
     if rank == 0:
         with pytest.raises(KeyboardInterrupt):

@@ -29,7 +29,6 @@ CASES = pytest.mark.parametrize(
 
 @pytest.fixture
 def fresh_log(monkeypatch):
-    """Nothing was said yet."""
     monkeypatch.setattr(log, "_logged", set())
 
 
@@ -40,7 +39,6 @@ def batches_of(rank, devices, seed=1):
 
 
 def wrapped(net, store="horovod", **options):
-    """Return a Trainer with a `DistributedOptimizer`."""
     optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(**RATE))
     return mx.gluon.Trainer(net.collect_params(), optimizer, kvstore=store, **options)
 
@@ -52,7 +50,6 @@ def train(net, trainer, rank, steps, devices=1):
 
 
 def reference(size, devices=1, steps=3):
-    """Train one worker with the data of all."""
     net = mlp(seed=5)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", dict(RATE), kvstore=None)
     for step in range(steps):
@@ -184,13 +181,11 @@ def test_amp_beside_workers_that_have_joined(rank, size):
 
 
 def regression():
-    """Return the symbol of a linear regression."""
     symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=3, name="fc")
     return mx.sym.LinearRegressionOutput(symbol, mx.sym.Variable("label"), name="out")
 
 
 def expected_regression(size, seed, steps, batch):
-    """Return the weights that gradient descent with the data of all workers leads to."""
     generator = np.random.RandomState(seed)
     weight, bias = generator.uniform(-1, 1, (3, 8)).astype("float32"), np.zeros(3, "float32")
     data, labels = (np.concatenate(each) for each in zip(*(samples(batch, seed=rank) for rank in range(size))))
@@ -201,13 +196,11 @@ def expected_regression(size, seed, steps, batch):
 
 
 def first_weights(seed):
-    """Return initial parameters: those of one seed."""
     generator = np.random.RandomState(seed)
     return {"fc_weight": mx.nd.array(generator.uniform(-1, 1, (3, 8))), "fc_bias": mx.nd.zeros(3)}
 
 
 def trained(module, batches, first, store, optimizer):
-    """Train a Module; returns its weights."""
     module.bind(batches.provide_data, batches.provide_label)
     module.init_params(arg_params=first)
     module.init_optimizer(kvstore=store, optimizer=optimizer)
@@ -224,7 +217,6 @@ def trained(module, batches, first, store, optimizer):
 @MXNET_1
 @CASES
 def test_module(rank, size, fresh_log, caplog, store, devices):
-    """As `test_trainer`."""
     batch = BATCH * devices
     is_ours = store in ("name", "instance")
     batches = mx.io.NDArrayIter(*samples(batch, seed=rank), batch_size=batch, label_name="label")

@@ -11,7 +11,6 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import DivergedError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import process_sets
-from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.store import divergence
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import SetMember
@@ -58,10 +57,9 @@ def test_sets_without_a_world_know_their_ranks():
             hvd.ProcessSet(wrong)
 
 
+@pytest.mark.needs(2)
 def test_disjoint_sets(dynamic, rank, size):
     """Even and odd ranks reduce by themselves, at the same time, under the same names; roots are ranks among all."""
-    if size < 2:
-        pytest.skip("needs two workers")
     even, odd = (hvd.add_process_set(range(first, size, 2)) for first in (0, 1))
     mine, other = (odd, even) if rank % 2 else (even, odd)
     assert mine.included() and not other.included()
@@ -113,10 +111,9 @@ def test_rules(dynamic, rank, size):
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
 
 
+@pytest.mark.needs(2)
 def test_a_set_survives_a_reset(dynamic, rank, size):
     """Sets are made again in the new world, and stay the same objects."""
-    if size < 2:
-        pytest.skip("needs two workers")
     few = hvd.add_process_set([0, size - 1] if size > 2 else [1])
     x = mx.nd.array(contribution(rank, (7, 3), "float32"))
     for _ in range(3):
@@ -150,10 +147,9 @@ def test_a_set_with_a_rank_that_does_not_exist_any_more(dynamic, rank, size):
         hvd.allreduce(mx.nd.ones((2,)), process_set=gone)
 
 
+@pytest.mark.needs(2)
 def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monkeypatch):
     """All workers raise the same error, and the set can be added afterwards."""
-    if size < 2:
-        pytest.skip("needs two workers")
     join = SetMember.join_within
 
     def join_and_fail(member, *arguments):
@@ -176,10 +172,9 @@ def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monke
         assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy()[0] == few.size()
 
 
+@pytest.mark.needs(3)
 def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
     """Those of the engine, of calls that exchange shapes, and of arguments."""
-    if size < 3:
-        pytest.skip("needs three workers")
     few = hvd.add_process_set([0, size - 1])
     if few.included():
         place = f"rank 1/2 in process set {few.process_set_id}" if rank else f"process set {few.process_set_id}"
@@ -196,11 +191,9 @@ def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
     hvd.barrier()
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="an error is raised by the call itself")
+@pytest.mark.needs(3)
 def test_shutdown_raises_what_nobody_has_read_of_a_set(rank, size):
     """Of one set among several; once, and this worker has left all of them nevertheless."""
-    if size < 3:
-        pytest.skip("needs three workers")
     sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 2])]
     hvd.shutdown()
     hvd.init(process_sets=sets)
@@ -218,11 +211,9 @@ def test_shutdown_raises_what_nobody_has_read_of_a_set(rank, size):
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="a call returns only when the others have come")
+@pytest.mark.needs(3)
 def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
     """Whoever aborts the world also fails what others wait for in a set with it, with its text."""
-    if size < 3:
-        pytest.skip("needs three workers")
     few = hvd.add_process_set([0, 1])
     if few.included():
         inner = few.world("test")
@@ -243,10 +234,9 @@ def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
         assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy().tolist() == [2, 2]
 
 
+@pytest.mark.needs(4)
 def test_trainers_of_sets(dynamic, rank, size):
     """Each set trains a model of its own: members agree, and their gradients are summed in place."""
-    if size < 4:
-        pytest.skip("needs four workers")
     mine = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
     net = mlp(seed=rank)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, process_set=mine)
@@ -260,10 +250,9 @@ def test_trainers_of_sets(dynamic, rank, size):
     assert {entry["algorithm"] for entry in keys.values()} <= {"direct", "inline"}
 
 
+@pytest.mark.needs(3)
 def test_join_and_verify_within_a_set(dynamic, rank, size):
     """Workers outside of it are not waited for, nor compared with."""
-    if size < 3:
-        pytest.skip("needs three workers")
     few = hvd.add_process_set([0, 1])
     if few.included():
         counter = Counter(group=few)

@@ -141,10 +141,9 @@ def test_nested_and_nobody_last(rank, size, two):
     assert_updates(two, 2 * size + 1, 2 * size, "after")
 
 
+@pytest.mark.needs(2)
 def test_again_after_different_numbers_of_contexts(rank, size, two):
     """One worker fails before it enters a context that others are in: in a new world they count anew."""
-    if size == 1:
-        return
     kvstore_hvd.barrier()  # all are in this test
     if rank == size - 1:
         process.current().abort("the test says so")
@@ -182,10 +181,9 @@ def test_one_thread_only(rank, size, two):
     assert_same_everywhere(two[0][0], two[1][0], "thread")
 
 
+@pytest.mark.needs(2)
 def test_workers_at_the_ends_of_different_contexts(rank, size, two):
     """They would wait for each other for ever: all of them are told."""
-    if size == 1:
-        return
 
     def run():
         with Join([two[1][0]]):

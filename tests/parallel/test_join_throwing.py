@@ -9,7 +9,6 @@ import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, MismatchError
 from kvstore_hvd.join import Join
-from kvstore_hvd.mxnet_compat import engine_is_naive
 from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, parameters, weights
@@ -97,7 +96,6 @@ def test_again_and_again(rank, size):
         np.testing.assert_array_equal(kvstore_hvd.allreduce(np.ones(1), f"after/{turn}"), [size])
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
 @pytest.mark.parametrize(
     ("reads", "hybridize"),
     [("none", None), ("one", {}), ("all", {"static_alloc": True, "static_shape": True})],
@@ -152,7 +150,6 @@ def test_what_the_body_exchanges(rank, size, notifies):
         assert_nothing_is_left(size, f"body/{notifies}/{epoch}")
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
 @pytest.mark.parametrize(("root", "absent", "joins"), [(0, -1, "trainer"), (-1, -1, "own"), (-1, 0, "trainer")])
 def test_deferred_parameters(rank, size, root, absent, joins):
     """A worker without a batch takes part when the others broadcast what they have just got the shapes of."""
@@ -179,11 +176,9 @@ def test_deferred_parameters(rank, size, root, absent, joins):
     assert_nothing_is_left(size, name)
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="NaiveEngine raises errors of its own")
+@pytest.mark.needs(2)
 def test_an_exception_in_an_iteration_that_is_not_to_be(rank, size):
     """It leaves the body as any other: the others are told, and meet again."""
-    if size == 1:
-        return
     net, own, last = network(), Nothing(), size - 1
 
     def run():
@@ -206,11 +201,9 @@ def test_an_exception_in_an_iteration_that_is_not_to_be(rank, size):
     assert_nothing_is_left(size, "after a reset")
 
 
-@pytest.mark.skipif(engine_is_naive(), reason="an error is raised by the call itself")
+@pytest.mark.needs(2)
 def test_errors_that_nobody_reads_are_raised_again_after_it(rank, size):
     """Only inside nobody asks for them: they may be those of what is withdrawn."""
-    if size == 1:
-        pytest.skip("alone nothing can be unlike")
     joinable = Nothing()
     run_epoch(lambda x: joinable.step(), [1 + (each > 0) for each in range(size)], rank, 0, [joinable])
     failing = hvd.allreduce(mx.nd.ones((2 + (rank == 0),)), name="failing")
@@ -223,11 +216,10 @@ def test_errors_that_nobody_reads_are_raised_again_after_it(rank, size):
     assert_nothing_is_left(size, "unread")
 
 
+@pytest.mark.needs(3)
 @pytest.mark.parametrize("before", [0, 1], ids=["of the same number", "of another number"])
 def test_a_join_of_a_process_set_within(rank, size, before, dynamic):
     """Who has no input declines also what the other Join of the set begins with."""
-    if size < 3:
-        return
     kvstore_hvd.barrier()
     kvstore_hvd.reset()  # Joins are counted anew, in each world
     members = hvd.add_process_set([0, 1])
@@ -244,10 +236,9 @@ def test_a_join_of_a_process_set_within(rank, size, before, dynamic):
     assert hvd.allreduce(mx.nd.ones(1), op=hvd.Sum).asscalar() == size
 
 
+@pytest.mark.needs(3)
 def test_an_error_of_a_process_set_within_is_told_to_the_others(rank, size, dynamic):
     """Its members leave the Join around it; who is none of them waits there for nobody."""
-    if size < 3:
-        return
     kvstore_hvd.barrier()
     kvstore_hvd.reset()
     members = hvd.add_process_set([0, 1])

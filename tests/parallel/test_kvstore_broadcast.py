@@ -22,26 +22,6 @@ def test_outs_of_other_dtypes_and_devices(kv, kind, rank):
     assert x.asnumpy().tolist() == [1.5, -2.25 * (rank + 1)]
 
 
-def test_list_of_keys(kv, kind, rank):
-    """List of keys with nested outs; values that are outs of other keys are read before any is written."""
-    values = [make(kind, np.full(2, 10.0 * i + rank, "float32")) for i in range(3)]
-    outs = [[make(kind, np.zeros(2, "float32"), mx.cpu(d)) for d in range(2)] for _ in range(3)]
-    kv.broadcast(["a", "b", "c"], values, out=outs)
-    for i, of_key in enumerate(outs):
-        assert [out.asnumpy().tolist() for out in of_key] == [[10.0 * i] * 2] * 2
-    x, y, _ = values
-    kv.broadcast(["a", "b"], [x, y], out=[y, x])
-    assert (x.asnumpy()[0], y.asnumpy()[0]) == (10, 0)
-
-
-def test_shapes_must_be_equal(kv):
-    """A shape mismatch raises instead of stretching the value; on every rank, before anything is submitted."""
-    with pytest.raises(ValueError, match=r"out has shape \(2, 3\), but the first value has shape \(3,\)"):
-        kv.broadcast("x", mx.nd.ones(3), out=mx.nd.ones((2, 3)))
-    with pytest.raises(ValueError, match="there are 2 values for one key"):
-        kv.broadcast("x", [mx.nd.ones(3)] * 2)
-
-
 def test_push_then_pull(kv, kind, rank, size):
     """`init` is a broadcast in place; `push` + `pull` (buffered): the sum over devices and workers of the last push."""
     values = [make(kind, np.full(2, rank + 1.0, "float32"), mx.cpu(d)) for d in range(2)]

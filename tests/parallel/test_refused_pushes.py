@@ -1,21 +1,52 @@
 """Operations that MXNet's engine refuses on one rank: announced once, as failed; the rest of the call is submitted."""
 
+import ctypes
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+import kvstore_hvd.mxnet as hvd
+import support
 from kvstore_hvd import errors, mxnet_compat, native
 from kvstore_hvd.world import process
 from support.pair import World, mx, ramp
-from support.refusing_engine import COMPILER, RefusingEngine
 
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 
+SOURCE = Path(support.__file__).with_name("refusing_engine.cpp")
 REFUSED = "MXNet refused the operation: the test refuses it"
 
 
+class RefusingEngine:
+    """To be given to an adapter as MXNet's library, which `libmxnet` is; `folder` is this process's own."""
+
+    def __init__(self, folder, libmxnet):
+        self.path = str(folder / "librefusing.so")
+        flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wl,--no-as-needed"]
+        if hvd.rank() == 0:  # for all
+            subprocess.run([str(COMPILER), *flags, "-o", self.path, str(SOURCE), libmxnet, "-ldl"], check=True)
+        hvd.barrier()
+        self._library = ctypes.CDLL(self.path)
+
+    def refuse(self, after=0, has_taken=False):
+        """Refuse one push, after some others; before or after the engine has taken the operation."""
+        self._library.refuse(after, int(has_taken))
+
+    @property
+    def has_refused(self):
+        """Whether the push that `refuse` meant has come."""
+        return int(self._library.remaining()) < 0
+
+
 @pytest.fixture(scope="module")
-def refusing(tmp_path_factory):
-    return RefusingEngine(tmp_path_factory.mktemp("refusing"), mxnet_compat.libmxnet_path())
+def refusing(tmp_path_factory, _process):
+    folder = str(tmp_path_factory.mktemp("refusing")) if _process.topology.rank == 0 else None
+    return RefusingEngine(Path(hvd.broadcast_object(folder)), mxnet_compat.libmxnet_path())
 
 
 @pytest.fixture
@@ -29,15 +60,11 @@ def refused_pair(refusing):
 
 
 @pytest.fixture
-def member(world, size, refusing, monkeypatch):
+def member(world, refusing, monkeypatch):
     """Return this rank's part in the world of all; its stores use the engine that can refuse."""
-    if size == 1:
-        pytest.skip("one rank cannot get out of step")
     member = process.current().member
     mx.nd.waitall()
-    adapter = native.MXNetAdapter(
-        member.engine(), refusing.path, mxnet_compat.engine_is_naive(), member._connection._arena
-    )
+    adapter = native.MXNetAdapter(member.engine(), refusing.path, False, member._connection._arena)
     monkeypatch.setattr(member, "adapter", adapter)
     yield member
     mx.nd.waitall()
@@ -127,6 +154,7 @@ def refuse_on(refusing, member, after=0):
     return True
 
 
+@pytest.mark.needs(2)
 @pytest.mark.parametrize("operation", ["pushpull", "broadcast"])
 def test_the_other_keys_of_a_call_are_submitted(member, refusing, kv, rank, size, operation):
     """The second of three is refused: the first and the third have their results, in copies as well."""

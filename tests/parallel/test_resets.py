@@ -46,12 +46,10 @@ def no_collector(world):
 
 
 def mapped():
-    """How many segments this process has mapped."""
     return len({line.split()[4] for line in Path("/proc/self/maps").read_text().splitlines() if "kvstore_hvd" in line})
 
 
 def links():
-    """What this process's descriptors are of."""
     found = []
     for entry in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # that of the listing is closed by now
@@ -91,7 +89,6 @@ def wait_until(condition, what):
 
 
 def memory_kib():
-    """What this process has in memory, its own and shared."""
     status = Path("/proc/self/status").read_text()
     return sum(int(status.partition(f"{name}:")[2].split()[0]) for name in ("RssAnon", "RssShmem"))
 
@@ -201,10 +198,8 @@ def test_arrays_keep_their_world_and_no_other(rank, size, no_collector):
     assert_held(before, size)
 
 
+@pytest.mark.needs(2)
 def test_process_sets_hold_nothing_either(rank, size, dynamic, no_collector):
-    """Those of a world that is left, and one that is removed."""
-    if size == 1:
-        pytest.skip("there is no other set than that of all")
     from kvstore_hvd.mxnet import process_sets
 
     meet_again()
@@ -220,10 +215,9 @@ def test_process_sets_hold_nothing_either(rank, size, dynamic, no_collector):
     assert_held(before, size)
 
 
+@pytest.mark.needs(2)
 def test_a_world_that_could_not_be_joined_holds_nothing(rank, size, no_collector, monkeypatch):
     """There was no memory for the arena: nothing is kept of that world, whoever keeps the error."""
-    if size == 1:
-        pytest.skip("a world of one has no memory")
     from kvstore_hvd import native
 
     meet_again()

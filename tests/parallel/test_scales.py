@@ -20,7 +20,6 @@ from support.arrays import by_host, make
 mx = pytest.importorskip("mxnet")
 
 #: Prescale and postscale: none, small, fractions that round, signs, far out of range, and what is no number.
-#: Prescale and postscale: none, small, fractions that round, signs, far out of range, and what is no number.
 INF, NAN = float("inf"), float("nan")
 FACTORS = [(1.0, 1.0), (2.0, 1.0), (1 / 3, 3.0), (-1.5, 1.0), (100.0, 0.01), (1e300, 1e-300), (INF, 1.0), (1.0, NAN)]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -67,19 +66,7 @@ def assert_equal(got, want, what):
     assert same.all(), f"{what}: {got[~same][:5]} instead of {want[~same][:5]}"
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int64"])
-def test_numpy(rank, size, dtype):
-    """New array and in place."""
-    for op, factors in itertools.product(OPS, FACTORS):
-        mine, want = contribution(rank, dtype), expected(range(size), dtype, op, *factors)
-        got = kvstore_hvd.allreduce(mine, "x", op, None, *factors)
-        kvstore_hvd.allreduce(mine, "x", op, mine, *factors)
-        for each in (got, mine):
-            assert_equal(each, want, (dtype, op, factors))
-
-
 def array_of(values, dtype):
-    """An array of MXNet; bfloat16 is given as float32."""
     if dtype != "bfloat16":
         return make(mx.nd, values)
     array = mx.nd.empty(values.shape, dtype=bfloat16())
@@ -87,12 +74,17 @@ def array_of(values, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "uint8", "int64"])
-def test_mxnet_arrays(rank, size, dtype, dynamic):
-    """New array and in place; of all workers, and of each one in a process set of its own."""
+def test_arrays(rank, size, dtype, dynamic):
+    """New array and in place, of NumPy as well; of all workers, and of each one in a process set of its own."""
     alone = [hvd.add_process_set([each]) if size > 1 else hvd.global_process_set for each in range(size)][rank]
     checks = []
     for (number, op), factors in itertools.product(enumerate(OPS), FACTORS):
         kind = getattr(hvd, op.capitalize())
+        if dtype != "bfloat16":
+            mine = contribution(rank, dtype)
+            for out in (None, mine):
+                got = kvstore_hvd.allreduce(mine, "x", op, out, *factors)
+                assert_equal(got, expected(range(size), dtype, op, *factors), (dtype, op, factors))
         array = array_of(contribution(rank, dtype), dtype)
         made = hvd.allreduce(array, None, f"x{number}", 0, *factors, op=kind)
         in_place = hvd.allreduce_(array.copy(), None, f"y{number}", 0, *factors, op=kind)

@@ -18,7 +18,6 @@ BATCH, STEPS = 4, 3
 
 @pytest.fixture(autouse=True)
 def fresh_log(monkeypatch):
-    """Nothing was said yet."""
     monkeypatch.setattr(log, "_logged", set())
 
 
@@ -32,7 +31,6 @@ def trainer_of(net, kvstore, cls=None, optimizer=None):
 
 
 def reference(size):
-    """One worker with the data of all."""
     net = mlp(seed=3)
     trainer = trainer_of(net, None)
     for step in range(STEPS):
@@ -65,26 +63,8 @@ def scattered(net):
         gradient[:] = hvd.allgather(part, name=f"all/{i}")
 
 
-@pytest.mark.parametrize(("exchange", "kvstore"), [(each_alone, None), (grouped, "device"), (scattered, "local")])
-def test_gradients(rank, size, caplog, exchange, kvstore):
-    """Before each update."""
-    expected = reference(size)
-    caplog.clear()
-    net = mlp(seed=3)
-    trainer = trainer_of(net, kvstore)
-    for step in range(STEPS):
-        backward(net, [batch_of(rank, step)])
-        exchange(net)
-        trainer.update(BATCH)
-    assert_trained(net, expected, exchange.__name__)
-    assert caplog.records == []
-
-
 class Exchanging(mx.optimizer.SGD):
-    """An optimizer of a user's, which exchanges as it updates."""
-
     def update_multi_precision(self, index, weight, grad, state):
-        """As `SGD.update_multi_precision`."""
         lists = isinstance(index, (list, tuple))
         for i, each in zip(index, grad) if lists else [(index, grad)]:
             hvd.allreduce_(each, name=f"own/{i}")
@@ -99,17 +79,32 @@ class Mine(mx.gluon.Trainer):
             hvd.allreduce_(parameter.list_grad()[0], name=f"mine/{i}", priority=-i)
 
 
-@pytest.mark.parametrize(("by", "kvstore"), [("optimizer", None), ("optimizer", "device"), ("Trainer", "device")])
-def test_classes_of_the_users(rank, size, caplog, kvstore, by):
+@pytest.mark.parametrize(
+    ("by", "kvstore"),
+    [
+        (each_alone, None),
+        (grouped, "device"),
+        (scattered, "local"),
+        (Exchanging, None),
+        (Exchanging, "device"),
+        (Mine, "device"),
+    ],
+)
+def test_they_train_as_one_worker(rank, size, caplog, by, kvstore):
+    """A function of the program exchanges before each update, or its own optimizer or Trainer."""
     expected = reference(size)
     caplog.clear()
     net = mlp(seed=3)
-    optimizer = Exchanging(learning_rate=0.1, momentum=0.9) if by == "optimizer" else None
-    trainer = trainer_of(net, kvstore, None if optimizer else Mine, optimizer)
+    optimizer = Exchanging(learning_rate=0.1, momentum=0.9) if by is Exchanging else None
+    trainer = trainer_of(net, kvstore, Mine if by is Mine else None, optimizer)
     for step in range(STEPS):
         backward(net, [batch_of(rank, step)])
-        trainer.step(BATCH)
-    assert_trained(net, expected, f"{by}/{kvstore}")
+        if isinstance(by, type):
+            trainer.step(BATCH)
+        else:
+            by(net)
+            trainer.update(BATCH)
+    assert_trained(net, expected, f"{by.__name__}/{kvstore}")
     assert caplog.records == []
 
 

@@ -1,7 +1,6 @@
 """The Module interface (MXNet 1) and Estimators on the store."""
 
 import contextlib
-import functools
 import warnings
 
 import numpy as np
@@ -32,7 +31,6 @@ def test_module(rank, size, as_string, contexts):
 
 
 def classes(rank, count=48):
-    """Return some samples, a batch iterator of them, and a symbol that learns their classes."""
     data, label = samples(count, seed=rank)
     batches = mx.io.NDArrayIter(data, label.argmax(axis=1).astype("float32"), batch_size=8)
     symbol = mx.sym.FullyConnected(mx.sym.Variable("data"), num_hidden=3, name="dense")
@@ -66,30 +64,6 @@ def test_states_that_one_module_has_loaded(rank, size, exchanges, tmp_path):
             member.check()
     member.drain()  # what the other parameters say would be raised by the next test
     member.forget_unread(lambda error: isinstance(error, MismatchError))
-
-
-@pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
-def test_what_sums_are_divided_by(rank, size):
-    """Module divides by the batch size of all workers, unless it is told otherwise."""
-    data, batches, symbol = classes(rank)
-    first = {"dense_weight": mx.nd.zeros((3, data.shape[1])), "dense_bias": mx.nd.zeros((3,))}
-
-    def train_module(optimizer="sgd", **options):
-        module = mx.mod.Module(symbol)
-        start = {name: values.copy() for name, values in first.items()}
-        options = {"optimizer": optimizer, **({"optimizer_params": options} if options else {})}
-        module.fit(batches, num_epoch=2, kvstore="horovod", arg_params=start, **options)
-        return module.get_params()[0]
-
-    expected = train_module(learning_rate=0.1, rescale_grad=1 / (8 * size))
-    sgd = functools.partial(mx.optimizer.SGD, learning_rate=0.1, rescale_grad=1 / (8 * size))
-    for found in (
-        train_module(learning_rate=0.1),
-        train_module(learning_rate=0.1 * size, rescale_grad=1 / (8 * size * size)),
-        train_module(sgd()),
-    ):
-        for name, values in expected.items():
-            np.testing.assert_allclose(found[name].asnumpy(), values.asnumpy(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
@@ -141,7 +115,6 @@ def test_rescale_grad_of_an_optimizer(rank, size):
 
 
 def test_estimator(rank, size):
-    """An Estimator trains through its Trainer."""
     estimator = pytest.importorskip("mxnet.gluon.contrib.estimator")
     net = mlp(seed=rank)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore="horovod")

@@ -49,7 +49,7 @@ def test_an_array_of_another_shape_begins_anew(kv, kind, size):
         assert not x.asnumpy().any()
 
 
-@pytest.mark.parametrize("threshold", [None, 0.1, np.float32(2), 3])
+@pytest.mark.parametrize("threshold", [None, np.float32(0.1)])
 def test_sums(kv, kind, rank, size, threshold):
     """`pushpull` (in place, with outs of other dtypes and devices, of several keys) and `push`: the model's bits."""
     params = {"type": "2bit"} if threshold is None else {"type": "2bit", "threshold": threshold}
@@ -102,7 +102,6 @@ def test_sums(kv, kind, rank, size, threshold):
 
 
 def test_other_arrays_are_refused(kv, rank, size):
-    """Arrays that are not float32, and row_sparse ones: an error on every rank before anything is submitted."""
     kv.set_gradient_compression({"type": "2bit"})
     x = mx.nd.ones(3)
     for wrong in (mx.nd.ones(3, dtype="float16"), mx.nd.ones(3, dtype="int32"), x.tostype("row_sparse")):

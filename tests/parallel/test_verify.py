@@ -15,14 +15,12 @@ mx = pytest.importorskip("mxnet")
 
 @pytest.fixture
 def several(size):
-    """Return the number of workers, which have to be two at least."""
     if size == 1:
         pytest.skip("one worker agrees with itself")
     return size
 
 
 def change(param, rank, on):
-    """Flip the last bit of one element on one worker."""
     if rank == on:
         values = param.data().asnumpy()
         values.reshape(-1).view(np.uint8)[0] ^= 1
@@ -70,20 +68,10 @@ def test_one_bit_of_one_worker_is_found_by_all(rank, several, culprit):
     kvstore_hvd.verify(parameters(net)[:2])  # the world is fine, and so are these
 
 
-@pytest.mark.parametrize("dtype", ["float16", "uint8", "int64"])
-def test_values_shapes_and_dtypes_count(rank, several, dtype, kind):
-    equal = kind.array(np.arange(6).astype(dtype), dtype=dtype)
-    kvstore_hvd.verify({"equal": equal})
-    others = [
-        kind.array((np.arange(6) + (rank == 1)).astype(dtype), dtype=dtype),
-        equal.reshape((2, 3) if rank else (3, 2)),
-        equal.astype("float32" if rank else "int32"),
-        kind.array([rank]),
-    ]
-    for other in others:
-        text = diverged(lambda other=other: kvstore_hvd.verify({"equal": equal, "other": other}))
-        assert "verify 'other'" in text
-    assert len(re.findall(r"^  [0-9a-f]{16}: rank \d+$", text, re.MULTILINE)) == several
+def test_shapes_and_dtypes_count(rank, several, kind):
+    equal = kind.array(np.arange(6), dtype="int64")
+    for other in (equal.reshape((2, 3) if rank else (3, 2)), equal.astype("int32" if rank else "int64")):
+        assert "verify 'other'" in diverged(lambda other=other: kvstore_hvd.verify({"equal": equal, "other": other}))
 
 
 def test_running_statistics_may_differ_and_frozen_weights_may_not(rank, several):

@@ -12,11 +12,9 @@ import kvstore_hvd.mxnet as hvd
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits
 from support.gluon import gradients, parameters, weights
 from support.networks import BATCH, backward, batch, built, step, trainer_of
-from support.zero_copy import are_in_arena, both, meet_again
+from support.zero_copy import are_in_arena, meet_again
 
 mx = pytest.importorskip("mxnet")
-
-from mxnet import gluon  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_static_graphs")
 
@@ -104,23 +102,3 @@ def nested(net):
 
     assert in_child(look) == 0
     assert all((gradient == 5).all() for gradient in gradients(net))
-
-
-@pytest.mark.slow
-def test_training_beside_a_data_loader_with_processes(rank, size):
-    """The usual case: workers are forked in the middle of a training."""
-    data = np.random.default_rng(rank).standard_normal((12, 8)).astype("float32")
-
-    def run():
-        net = built("dense")
-        trainer = trainer_of(net)
-        step(net, trainer, "dense", 0, rank)
-        for _ in range(2):
-            loader = gluon.data.DataLoader(gluon.data.ArrayDataset(data), batch_size=BATCH, num_workers=2, timeout=60)
-            for rows in loader:
-                backward(net, rows)
-                trainer.step(1)
-            del loader
-        return weights(net)
-
-    both(run)

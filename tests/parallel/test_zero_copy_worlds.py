@@ -1,7 +1,6 @@
 """The memory of shared gradients: it is given back, it may be full, and worlds that are left keep theirs."""
 
 import gc
-import time
 
 import pytest
 
@@ -9,7 +8,6 @@ from kvstore_hvd import log
 from support.arrays import assert_same_bits
 from support.gluon import gradients, weights
 from support.networks import BATCH, MODES, backward, batch, built, sequential, step, trainer_of
-from support.patience import patient
 from support.zero_copy import (
     are_in_arena,
     arena,
@@ -26,42 +24,6 @@ mx = pytest.importorskip("mxnet")
 from mxnet.gluon import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_static_graphs")
-
-NETS = 300
-
-
-# -- Room ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_no_net_leaves_anything_behind(rank, size):
-    """Memory of gradients comes back as nets are deleted."""
-    store = mx.kv.create("horovod")
-
-    def one(number):
-        net = sequential(nn.Dense(16, in_units=8), nn.Dense(3, in_units=16))
-        net.initialize()
-        if number % 3 == 0:
-            net.hybridize()
-        trainer = trainer_of(net, store)
-        backward(net, batch((BATCH, 8), rank))
-        if number % 2 == 0:
-            trainer.step(1)
-
-    def used():
-        gc.collect()
-        mx.nd.waitall()
-        return arena().used if size > 1 else 0
-
-    one(0)
-    before = used()
-    for number in range(NETS):
-        one(number)
-    # An operation may let go of its arrays a moment after everyone who waits for it has gone on.
-    deadline = time.monotonic() + patient(20)
-    while used() > before:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_full_arena(rank, size, caplog):
@@ -91,9 +53,6 @@ def test_a_full_arena(rank, size, caplog):
     assert 0 < reduced < sizes["all"] or size == 1
     said = [record for record in caplog.records if "shared gradients is full" in record.getMessage()]
     assert len(said) == (1 if size > 1 else 0)
-
-
-# -- Worlds -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -16,7 +16,6 @@ from support.rounding import apart, sgd_roundings
 mx = pytest.importorskip("mxnet")
 
 BATCH = 4
-KINDS = ["Trainer", "DistributedTrainer"]
 OPTIMIZERS = {
     "sgd": {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01},
     "adam": {"learning_rate": 0.01},
@@ -72,14 +71,13 @@ def train(net: Any, trainer: Any, data: Any, label: Any, batches: Any, batch_siz
 
 def train_alone(
     net: Any,
-    optimizer: str,
     counts: list[int],
     data: Any,
     label: Any,
     batch_size: Callable[[Any], Any],
 ) -> None:
     """One process on the samples that all workers have in each step."""
-    trainer = mx.gluon.Trainer(net.collect_params(), optimizer, dict(OPTIMIZERS[optimizer]), kvstore=None)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", dict(OPTIMIZERS["sgd"]), kvstore=None)
     each = [batches_of(counts, r) for r in range(len(counts))]
     for step in range(max(map(len, each))):
         present = [batches[step] for batches in each if step < len(batches)]
