@@ -51,9 +51,8 @@ class Play:
         self._take()
 
     def enter(self, worker: int, identity: str = "machine", ranks: Sequence[int] = ()) -> None:
-        self.say(
-            worker, "enter", host=["name", identity], pid=100 + worker, addresses=[f"10.0.0.{worker}:1"], ranks=ranks
-        )
+        host, addresses = ["name", identity], [f"10.0.0.{worker}:1"]
+        self.say(worker, "enter", host=host, pid=100 + worker, addresses=addresses, ranks=ranks)
 
     def start_all(self) -> None:
         """The workers of a job that replaces nobody start, one after the other."""
@@ -98,6 +97,10 @@ class Play:
     def kill(self, *workers: int) -> None:
         for worker in workers:
             self.end(worker, -signal.SIGKILL)
+
+    def lose_host(self, host: str, text: str) -> None:
+        self.job.host_lost(host, text, self.now)
+        self._take()
 
     @property
     def running(self) -> list[int]:
@@ -145,3 +148,10 @@ class Play:
             if isinstance(action, Tell):
                 sent(action.message, TO_WORKER)
             self.seen.append(action)
+
+
+def begun(hosts: dict[str, int], **settings: Any) -> Play:
+    """A job whose workers have met."""
+    play = Play(hosts, **settings)
+    play.begin()
+    return play

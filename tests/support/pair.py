@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,17 +23,6 @@ register_errors(mx)
 def handles(arrays: list[Any]) -> list[int]:
     """Return what the adapter knows arrays by."""
     return [mxnet_compat.handle_of(array) for array in arrays]
-
-
-def until(ask: Callable[[], Any]) -> Any:
-    """Ask until there is an answer: MXNet's threads report an error a little later than it happens."""
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end:
-        answer = ask()
-        if answer is not None:
-            return answer
-        time.sleep(0.005)
-    pytest.fail("no answer in time")
 
 
 class World:

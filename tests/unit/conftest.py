@@ -13,9 +13,10 @@ import pytest
 from kvstore_hvd import log, mxnet_compat
 from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import exchangers, hooks
+from kvstore_hvd.world import process
 
 # Folders of the package that know nothing of MXNet and MPI: tests with one of each suffice.
-ALIKE = {"base", "comm", "gpu", "native", "project", "tests"}
+ALIKE = {"base", "gpu", "native", "project"}
 
 
 def pytest_collection_modifyitems(items):
@@ -23,6 +24,27 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.path.is_relative_to(here) and item.path.relative_to(here).parts[0] in ALIKE:
             item.add_marker(pytest.mark.alike)
+
+
+@pytest.fixture
+def setting(monkeypatch):
+    """Set variables of the environment, which the configuration reads at once."""
+
+    def set_them(**values):
+        for name, value in values.items():
+            monkeypatch.setenv(name, value)
+        reload()
+
+    yield set_them
+    monkeypatch.undo()
+    reload()
+
+
+@pytest.fixture
+def alone(monkeypatch):
+    """A world of one, which other tests do not see."""
+    monkeypatch.setattr(process, "_current", process.Process())
+    monkeypatch.setattr(process, "everybody", process.current()._member)
 
 
 @pytest.fixture
@@ -52,7 +74,7 @@ def world(monkeypatch):
 
 @pytest.fixture
 def pair():
-    """Return a world of two in this process: MXNet's adapter, and a rank that does what the test tells it to."""
+    """A world of two in this process: MXNet's adapter, and a rank that does what the test tells it to."""
     from support.pair import World, mx
 
     world = World()

@@ -52,6 +52,8 @@ def test_defaults():
 )
 def test_a_variable_sets_its_field(variable, text, field, value):
     assert getattr(Config.from_environ({variable: text}), field) == value
+    both = {"KVHVD_LOG_LEVEL": "info", "HOROVOD_LOG_LEVEL": "error"}  # our name comes before Horovod's
+    assert Config.from_environ(both).log_level == "info"
 
 
 @pytest.mark.parametrize(
@@ -60,10 +62,6 @@ def test_a_variable_sets_its_field(variable, text, field, value):
 )
 def test_an_exit_waits_for_late_workers_that_nobody_replaces_unless_it_was_limited(variables, waits):
     assert Config.from_environ(variables).waits_at_exit == waits
-
-
-def test_our_name_comes_before_horovods():
-    assert Config.from_environ({"KVHVD_LOG_LEVEL": "info", "HOROVOD_LOG_LEVEL": "error"}).log_level == "info"
 
 
 @pytest.mark.parametrize(
@@ -102,10 +100,8 @@ def test_the_secret_is_never_shown():
 
 def test_horovods_other_variables_are_named_once_with_the_reason(monkeypatch, caplog):
     monkeypatch.setattr(log, "_logged", set())
-    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "5")
-    monkeypatch.setenv("HOROVOD_AUTOTUNE_LOG", "x")
-    monkeypatch.setenv("HOROVOD_MISSPELT", "1")
-    monkeypatch.setenv("HOROVOD_LOG_LEVEL", "warning")
+    for name, value in {"CYCLE_TIME": "5", "AUTOTUNE_LOG": "x", "MISSPELT": "1", "LOG_LEVEL": "warning"}.items():
+        monkeypatch.setenv(f"HOROVOD_{name}", value)
     with caplog.at_level(logging.WARNING, "kvstore_hvd"):
         module.reload()
         assert not caplog.records  # the launcher and all workers read them; the worker of rank 0 tells
@@ -119,9 +115,6 @@ def test_horovods_other_variables_are_named_once_with_the_reason(monkeypatch, ca
         "cycles",
         "  HOROVOD_MISSPELT: kvstore_hvd does not know it",
     ]
-
-
-def test_what_has_no_effect_has_a_reason():
     for name in ("FUSION_THRESHOLD", "NUM_NCCL_STREAMS", "AUTOTUNE_WARMUP_SAMPLES", "SIZE"):
         assert Config.from_environ({f"HOROVOD_{name}": "1"}).unused == (f"HOROVOD_{name}",)
         assert "does not know" not in horovod_variables.reason(f"HOROVOD_{name}")

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import errors, mxnet_compat, native
-from support.pair import World, until
+from support.pair import World
+from support.patience import until
 
 mx = pytest.importorskip("mxnet")
 

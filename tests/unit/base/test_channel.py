@@ -10,7 +10,6 @@ from kvstore_hvd.base.channel import Channel, ChannelError
 
 @pytest.fixture
 def pair():
-    """A channel, and the socket on the other side."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Channel(ours, longest=1 << 20), theirs

@@ -17,8 +17,6 @@ OTHERS = (
 
 
 class Machine:
-    """A root folder with control groups of version 2."""
-
     def __init__(self, root):
         self.root, self.mounts = root, OTHERS
 
@@ -30,7 +28,6 @@ class Machine:
         self._write(f"{folder}/cpu.max", f"{quota} 100000\n")
 
     def place(self, line):
-        """Put the process there; returns the root."""
         self._write("/proc/self/mountinfo", self.mounts)
         self._write("/proc/self/cgroup", f"9:name=systemd:/\n3:cpuset:/elsewhere\n{line}\n")
         return self.root
@@ -110,8 +107,6 @@ def test_the_affinity_is_that_of_this_process():
 
 
 class Time:
-    """Stands for ``time.monotonic``."""
-
     now = 100.0
 
     def __call__(self):

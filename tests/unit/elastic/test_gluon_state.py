@@ -6,7 +6,6 @@ import pytest
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import ElasticSampler, GluonState, StateHandler
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, UnsupportedDtypeError
-from kvstore_hvd.world import process
 from support.gluon import array, backward, is_mxnet_2, network, samples
 
 mx = pytest.importorskip("mxnet")
@@ -15,15 +14,10 @@ nn = mx.gluon.nn
 OPTIMIZERS = {"sgd": {"learning_rate": 0.1, "momentum": 0.9}, "nadam": {}}
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """A world of one, which other tests do not see."""
-    monkeypatch.setattr(process, "_current", process.Process())
-    monkeypatch.setattr(process, "everybody", process.current()._member)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def make_net(contexts=()):
-    """A network with auxiliary states."""
     return network(nn.Dense(6, in_units=8), nn.BatchNorm(in_channels=6), nn.Dense(3, in_units=6), contexts=contexts)
 
 
@@ -49,13 +43,11 @@ def train(net, trainer, steps=1, seed=0, contexts=None):
 
 
 def scale(net, factor):
-    """Change all values."""
     for parameter in net.collect_params().values():
         parameter.set_data(parameter.data() * factor + 1)
 
 
 def values(net):
-    """All values of a network on all devices, as bytes."""
     return {
         name: [each.asnumpy().tobytes() for each in parameter.list_data()]
         for name, parameter in net._collect_params_with_prefix().items()
@@ -63,8 +55,6 @@ def values(net):
 
 
 def states(trainer):
-    """All that updates depend on."""
-
     def leaves(state):
         if isinstance(state, (tuple, list)):
             return [leaf for each in state for leaf in leaves(each)]
@@ -80,7 +70,6 @@ def states(trainer):
 
 @pytest.mark.parametrize(("name", "devices", "halves"), [("sgd", 1, False), ("nadam", 2, False), ("sgd", 1, True)])
 def test_training_repeats_itself_bit_by_bit(name, devices, halves):
-    """After a restore the same steps lead to the same bits: parameters, statistics of every device, optimizers."""
     contexts = [mx.cpu(each) for each in range(devices)]
     net = make_net(contexts)
     if halves:
@@ -152,23 +141,12 @@ def test_deferred_parameters_go_back_to_their_first_values():
     assert values(net) == trained
 
 
-def test_gradients_that_add_up_begin_anew():
-    """Gradients of grad_req 'add' are zero, those of a step that was lost do not count twice."""
-    net = network(nn.Dense(3, in_units=8))
-    for parameter in net.collect_params().values():
-        parameter.grad_req = "add"
-    state = GluonState(net)
-    data, label = samples(4)
-    backward(net, [(array(data), array(label))])
-    state.restore()
-    for parameter in net.collect_params().values():
-        assert not parameter.grad().asnumpy().any()
-
-
-def test_loss_scale():
-    """What mixed precision adds to a Trainer."""
+def test_gradients_and_the_loss_scale():
+    """Gradients of grad_req 'add' are zero: a step that was lost does not count twice. And mixed precision's scale."""
     scalers = pytest.importorskip("mxnet.amp.loss_scaler" if is_mxnet_2() else "mxnet.contrib.amp.loss_scaler")
     net = make_net()
+    for parameter in net.collect_params().values():
+        parameter.grad_req = "add" if parameter.grad_req == "write" else "null"
     trainer = make_trainer(net)
     trainer._amp_loss_scaler = scaler = scalers.LossScaler()
     trainer._amp_original_scale = trainer._scale
@@ -176,14 +154,18 @@ def test_loss_scale():
     state = GluonState(net, trainer)
     before = dict(vars(scaler))
     scaler._loss_scale, scaler._unskipped, trainer._scale = 8.0, 77, 3.0
+    data, label = samples(4)
+    backward(net, [(array(data), array(label))])
     state.restore()
     assert trainer._amp_loss_scaler is scaler
     assert vars(scaler) == before
     assert trainer._scale == 0.25
+    gradients = [each.grad() for each in net.collect_params().values() if each.grad_req == "add"]
+    assert len(gradients) == 6
+    assert not any(gradient.asnumpy().any() for gradient in gradients)
 
 
 def test_opaque_weights():
-    """Weights that an inference pass has put into a layout of oneDNN's are saved and restored."""
     net = network(nn.Conv2D(32, 3, in_channels=16), hybridize=True)
     data = array(np.ones((2, 16, 16, 16), "float32"))
 
@@ -235,7 +217,7 @@ def test_what_fails_or_is_interrupted_keeps_the_last_commit(fault, monkeypatch):
 
 
 def test_assigning_replaces_and_saves_or_is_refused():
-    """An attribute with a handler takes a new value, which is saved; one that cannot be saved changes nothing."""
+    """A new value is saved; one that cannot be saved changes nothing."""
     one, two = make_net(), make_net()
     sampler = ElasticSampler(range(4))
     state = GluonState(one, sampler=sampler, other=None)
@@ -255,7 +237,6 @@ def test_assigning_replaces_and_saves_or_is_refused():
 
 
 def test_registered_handlers():
-    """Handlers of a program's own are called for save, restore, sync and reset."""
     calls = []
 
     class Meter:
@@ -288,7 +269,6 @@ def test_registered_handlers():
 
 
 def test_refusals():
-    """What cannot be saved is refused when the state is made."""
     net = nn.Dense(3, in_units=2)
     with pytest.raises(InvalidRequestError, match=r"state 'bias'(.|\n)*Fix: call initialize"):
         GluonState(net)
@@ -326,7 +306,6 @@ def test_what_rank_0_has_must_fit():
 
 
 def complete(optimizer="sgd", width=8, samples=40, **objects):
-    """A state with all that can be in one."""
     net = network(nn.Dense(6), nn.BatchNorm(), nn.Dense(3)) if width is None else make_net()
     sampler = ElasticSampler(range(samples))
     return GluonState(net, make_trainer(net, optimizer), sampler=sampler, **{"epoch": 0, **objects})
@@ -362,7 +341,6 @@ def test_another_process_goes_on_from_a_file(deferred, tmp_path):
     ],
 )
 def test_a_file_that_does_not_fit_changes_nothing(other, text, tmp_path):
-    """The error says what differs."""
     complete().save(tmp_path / "state")
     state = other()
     before = values(state.net)

@@ -15,7 +15,6 @@ from kvstore_hvd.errors import InvalidRequestError
 
 @pytest.fixture
 def place(monkeypatch):
-    """Return a function that makes this process one worker of a world."""
     topology = SimpleNamespace(rank=0, size=1, prefix={"rank": 0, "size": 1})
     # Only for the sampler: MXNet may be imported meanwhile.
     monkeypatch.setattr(module, "process", SimpleNamespace(current=lambda: SimpleNamespace(topology=topology)))
@@ -68,17 +67,14 @@ def test_epochs_differ_and_workers_agree(place):
     assert list(plain) == list(range(30))
 
 
-@pytest.mark.parametrize("numbers", [[0, 0, 0], [7, -1, 10**20]], ids=str)
-def test_record_batch_takes_any_index(place, numbers):
-    """As Horovod's, which counts calls: each one is the next batch, whatever the program calls it."""
-    world = samplers(place, 2, range(18), shuffle=False)
-    for count, number in enumerate(numbers):
-        for each in world:
-            each.record_batch(number, 3)
-            assert each.processed_indices == set(range(6 * (count + 1)))
-
-
-def test_every_iteration_is_recorded_from_its_beginning(place):
+def test_record_batch_counts_calls(place):
+    """As Horovod's: each one is the next batch, whatever the program calls it, of the iteration that is under way."""
+    for numbers in [[0, 0, 0], [7, -1, 10**20]]:
+        world = samplers(place, 2, range(18), shuffle=False)
+        for count, number in enumerate(numbers):
+            for each in world:
+                each.record_batch(number, 3)
+                assert each.processed_indices == set(range(6 * (count + 1)))
     (one,) = samplers(place, 1, range(20), shuffle=False)
     for _ in range(2):
         assert list(one)[:4] == list(range(4))
@@ -87,7 +83,6 @@ def test_every_iteration_is_recorded_from_its_beginning(place):
 
 
 def test_more_batches_than_there_are(place, caplog, monkeypatch):
-    """They change nothing; it is said once."""
     monkeypatch.setattr(log, "_logged", set())
     (one,) = samplers(place, 1, range(5))
     for number in range(4):
@@ -128,7 +123,6 @@ def test_states(place):
 
 
 def test_refusals(place):
-    """What cannot be is refused, and nothing has changed then."""
     (one,) = samplers(place, 1, range(10))
     one.record_batch(0, 3)
     before = one.state_dict()
@@ -220,8 +214,7 @@ def run_epoch(place, seed):
 
 
 def test_every_sample_once_in_random_epochs(place):
-    """Exactly once per epoch apart from padding, for any resizes, failures, updates, batch sizes."""
-    for seed in range(300):
+    for seed in range(150):
         count, kept, padding = run_epoch(place, seed)
         assert set(kept) == set(range(count)), f"seed {seed}: a sample was left out"
         assert sum(kept.values()) - count <= padding, f"seed {seed}: samples were counted twice: {kept}"

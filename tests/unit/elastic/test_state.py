@@ -18,21 +18,14 @@ from kvstore_hvd.elastic.state import deep_copy
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError
 from kvstore_hvd.world import process
 
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch):
-    """A world of one, which other tests do not see."""
-    monkeypatch.setattr(process, "_current", process.Process())
-    monkeypatch.setattr(process, "everybody", process.current()._member)
+pytestmark = pytest.mark.usefixtures("alone")
 
 
 def state(**values):
-    """A state whose broadcasts come back as they are."""
     return ObjectState(lambda value: value, lambda: 0, **values)
 
 
 def test_attributes_roll_back():
-    """Attributes and what was done to lists, dicts and arrays since the last commit."""
     one = state(epoch=0, losses=[1.0], best={"step": [3]}, table=np.zeros(3))
     one.epoch, one.losses = 1, [1.0, 0.5]
     one.commit()
@@ -59,7 +52,6 @@ def job_checkpoint(monkeypatch, tmp_path):
 
 
 def kept(tmp_path):
-    """The step in the file."""
     one = state(step=0)
     one.load(tmp_path / "kept")
     return one.step
@@ -140,20 +132,14 @@ def test_a_checkpoint_is_a_new_file(tmp_path, kind):
     state(step=6).save(where)
     assert (victim.read_text(), kept(tmp_path), where.is_symlink()) == ("mine", 6, False)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "victim"]
-    part.mkdir()
-    with pytest.raises(InvalidRequestError, match=rf"{part}, where .* is a folder\.\n  Fix: move it"):
-        state(step=7).save(where)
-    assert kept(tmp_path) == 6
-
-
-def test_a_checkpoint_keeps_its_mode(tmp_path):
-    where = tmp_path / "kept"
-    state(step=6).save(where)
-    (tmp_path / "new").touch()
-    assert where.stat().st_mode == (tmp_path / "new").stat().st_mode
-    where.chmod(0o640)
+    assert where.stat().st_mode == victim.stat().st_mode
+    where.chmod(0o640)  # it keeps its mode
     state(step=7).save(where)
     assert (kept(tmp_path), where.stat().st_mode & 0o777) == (7, 0o640)
+    part.mkdir()
+    with pytest.raises(InvalidRequestError, match=rf"{part}, where .* is a folder\.\n  Fix: move it"):
+        state(step=8).save(where)
+    assert kept(tmp_path) == 7
 
 
 def test_a_save_that_fails_keeps_the_last_one():
@@ -172,19 +158,17 @@ def test_a_save_that_fails_keeps_the_last_one():
 
 
 def test_order_of_calls():
-    """Commit is save, then check_host_updates; on_reset is reset, then the callbacks in order."""
     calls = []
     names = ("save", "check_host_updates", "reset")
     one = type("Recorded", (State,), {name: lambda self, name=name: calls.append(name) for name in names})(None, None)
-    one.register_reset_callbacks([lambda: calls.append("a"), lambda: calls.append("b")])
-    one.register_reset_callbacks([lambda: calls.append("c")])
+    for callbacks in ("ab", "c"):
+        one.register_reset_callbacks([lambda name=name: calls.append(name) for name in callbacks])
     one.commit()
     one.on_reset()
     assert calls == [*names, "a", "b", "c"]
 
 
 def test_updates_interrupt_once():
-    """An update interrupts once, whatever was done since the last commit is saved with it."""
     one = state(step=0)
     one.check_host_updates()
     one.on_hosts_updated(3, HostUpdateResult.added)
@@ -254,14 +238,11 @@ def test_arrays_of_mxnet_are_copied(kind):
 def test_samplers_are_no_objects():
     """A sync would give every worker rank 0's share of the samples."""
     pytest.importorskip("mxnet")
-    sampler = elastic.ElasticSampler(range(8))
-    for values in ({"sampler": sampler}, {"step": 1, "both": [{"first": sampler}]}):
-        with pytest.raises(InvalidRequestError, match=r"ElasticSampler(.|\n)*Fix: pass it to GluonState\(sampler="):
-            state(**values)
-    later = state(sampler=None)
+    sampler, later = elastic.ElasticSampler(range(8)), state(sampler=None)
     later.sampler = sampler
-    with pytest.raises(InvalidRequestError, match="ElasticSampler"):
-        later.commit()
+    for make in (lambda: state(sampler=sampler), lambda: state(step=1, both=[{"first": sampler}]), later.commit):
+        with pytest.raises(InvalidRequestError, match=r"ElasticSampler(.|\n)*Fix: pass it to GluonState\(sampler="):
+            make()
 
 
 def test_a_state_that_cannot_hear_of_updates_is_refused():

@@ -14,8 +14,6 @@ from support.patience import patient
 
 
 class Engine:
-    """Hands out one batch, and hears how it ended."""
-
     def __init__(self, seen):
         self.seen, self.lost, self.ended = seen, False, threading.Event()
         self._batches = [(1, "allreduce", [])]

@@ -1,7 +1,6 @@
 """Which executor a world gets, told by the workers over the real engine; and what all executors must do."""
 
 import contextlib
-import importlib
 from typing import Any
 
 import pytest
@@ -19,12 +18,8 @@ from support.fake_cuda import FakeDevice, fake_cuda
 from support.gpu_ranks import Exchange, HostArray, on_ranks
 from support.host_kernels import COMPILER, compiled, host_kernels, loaded
 
-config = importlib.import_module("kvstore_hvd.config")
-
 
 class Engines:
-    """Engines of ranks that are threads."""
-
     def __init__(self, size):
         self.size, self._segment = size, native.Segment.create(size)
         self._engines = on_ranks(size, lambda rank: native.Engine(self._segment, rank, 20.0, False))
@@ -46,24 +41,12 @@ def engines():
 
 
 @pytest.fixture
-def cuda(monkeypatch):
+def cuda(monkeypatch, setting):
+    setting(KVHVD_GPU_STAGING_MIB="2", KVHVD_START_TIMEOUT="20")
     monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(gpus, "library", refuse)
     with fake_cuda() as machine:
         yield machine
-
-
-@pytest.fixture
-def settings(monkeypatch):
-    def set_them(**values):
-        for name, value in values.items():
-            monkeypatch.setenv(name, value)
-        config.reload()
-
-    set_them(KVHVD_GPU_STAGING_MIB="2", KVHVD_START_TIMEOUT="20")
-    yield set_them
-    monkeypatch.undo()
-    config.reload()
 
 
 def refuse():
@@ -78,7 +61,7 @@ def close_all(made):
     on_ranks(len(made), lambda rank: made[rank].close())
 
 
-def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_once(engines, cuda, settings, caplog):
+def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_once(engines, cuda, caplog):
     made = make_all(engines(2))
     assert {type(one) for one in made} == {RingExecutor}
     close_all(made)
@@ -92,7 +75,7 @@ def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_onc
     close_all(made)
 
 
-def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda, settings):
+def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda):
     cuda.devices[1] = FakeDevice(b"x" * 16, "Old GPU", (5, 2))
     world = engines(3)
 
@@ -119,8 +102,6 @@ class KernelRanks(Ranks):
 
 
 class StagedRanks(Ranks):
-    """By way of the host, with the CPU engine."""
-
     def __init__(self, size):
         self.size, self.kind, self._engines = size, "staged", Engines(size)
         self.executors = on_ranks(size, lambda rank: StagedExecutor(self._engines.of(rank), rank, rank, 60.0))

@@ -13,8 +13,6 @@ from kvstore_hvd.horovod import alias as horovod_alias
 
 @pytest.fixture(autouse=True)
 def _restore():
-    """Take the alias, and all that was imported by it, away again."""
-
     def forget():
         horovod_alias.uninstall()
         for name in [n for n in sys.modules if n.partition(".")[0] in ("horovod", "stand_in")]:

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from support.elastic_jobs import Play
+from support.elastic_jobs import Play, begun
 
 pytestmark = pytest.mark.alike
 
@@ -12,8 +12,7 @@ KILLED = [signal.SIGKILL]
 
 
 def test_members_are_told_of_all_changes_together():
-    play = Play({"a": 1, "b": 1}, min_np=1)
-    play.begin()
+    play = begun({"a": 1, "b": 1})
     play.hosts({"a": 1, "c": 1})
     assert play.told(0, "updated") == [{"t": "updated", "number": 1, "result": 1}]
     play.ready(2)
@@ -26,16 +25,12 @@ def test_members_are_told_of_all_changes_together():
 
 
 def test_who_has_to_leave_and_does_not_is_ended():
-    play = Play({"a": 1, "b": 1}, min_np=1, exit_timeout_s=30, kill_grace_s=5)
-    play.begin()
+    play = begun({"a": 1, "b": 1}, exit_timeout_s=30, kill_grace_s=5)
     play.hosts({"a": 1})
     assert play.commit() == [0]
-    play.wait(29.9)
-    assert play.signals(1) == []
-    play.wait(0.2)
-    assert play.signals(1) == [signal.SIGTERM]
-    play.wait(5)
-    assert play.signals(1) == [signal.SIGTERM, signal.SIGKILL]
+    for seconds, signals in (29.9, []), (0.2, [signal.SIGTERM]), (5, [signal.SIGTERM, signal.SIGKILL]):
+        play.wait(seconds)
+        assert play.signals(1) == signals
     play.kill(1)
     assert play.notes("slot_blacklisted") == []
     play.end(0)
@@ -43,7 +38,7 @@ def test_who_has_to_leave_and_does_not_is_ended():
 
 
 def test_workers_that_never_meet():
-    play = Play({"a": 2}, min_np=1)
+    play = Play({"a": 2})
     play.ready(0, 1)
     for _ in range(20):
         assert play.ending is None
@@ -56,7 +51,7 @@ def test_workers_that_never_meet():
 @pytest.mark.parametrize("what", ["the state", "time"])
 def test_worlds_that_are_lost_before_they_have_begun(what):
     """As where large packets are lost and small ones are not: workers meet, and get no further."""
-    play = Play({"a": 2}, min_np=1)
+    play = Play({"a": 2})
     play.ready(0, 1)
     for number in range(40):
         assert play.ending is None
@@ -75,8 +70,7 @@ def test_worlds_that_are_lost_before_they_have_begun(what):
 
 
 def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed():
-    play = Play({"a": 3}, min_np=1)
-    play.begin()
+    play = begun({"a": 3})
     play.ready(0, cause="timeout")
     assert play.told(2, "lost")
     play.wait(0.4)
@@ -94,8 +88,7 @@ def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed():
 
 @pytest.mark.parametrize("cause", ["lost", "updated", "reset"])
 def test_who_is_not_ready_for_long_is_killed_whatever_the_cause(cause):
-    play = Play({"a": 2}, min_np=1, timeout_s=100)
-    play.begin()
+    play = begun({"a": 2}, timeout_s=100)
     play.ready(0, cause=cause)
     assert bool(play.told(1, "lost")) is (cause == "lost")
     play.wait(99)
@@ -121,7 +114,7 @@ def test_who_never_gets_ready_at_the_start_is_killed():
 
 
 def test_after_a_meeting_is_voided_its_own_deadline_does_not_count():
-    play = Play({"a": 3}, min_np=1, start_timeout_s=30, timeout_s=600)
+    play = Play({"a": 3}, start_timeout_s=30, timeout_s=600)
     play.ready(0, 1, 2)
     play.wait(39)
     play.kill(2)
@@ -139,8 +132,7 @@ def updates(play):
 
 
 def test_newcomers_of_one_change_join_together():
-    play = Play({"a": 1}, min_np=1, reset_limit=1)
-    play.begin()
+    play = begun({"a": 1}, reset_limit=1)
     play.hosts({"a": 2, "b": 2})
     for seconds, worker in ((5, 2), (4, 1)):
         play.wait(seconds)
@@ -154,9 +146,7 @@ def test_newcomers_of_one_change_join_together():
 
 @pytest.mark.parametrize(("took", "limit"), [(7, 7), (0.1, 2), (100, 30)])
 def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself(took, limit):
-    """Within bounds."""
-    play = Play({"a": 1}, min_np=1, start_timeout_s=30)
-    play.begin()
+    play = begun({"a": 1}, start_timeout_s=30)
     play.hosts({"a": 3})
     play.wait(took)
     play.ready(2)
@@ -172,8 +162,7 @@ def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself(took, lim
 
 def test_slots_that_go_are_told_at_once():
     """Those that come instead join later, and both is one change."""
-    play = Play({"a": 1, "b": 2}, min_np=1, reset_limit=1)
-    play.begin()
+    play = begun({"a": 1, "b": 2}, reset_limit=1)
     play.hosts({"a": 1, "c": 2})
     assert updates(play) == 1
     assert play.commit() == [0]
@@ -187,8 +176,7 @@ def test_slots_that_go_are_told_at_once():
 
 
 def test_the_reset_limit_counts_a_change_once_also_where_one_is_late():
-    play = Play({"a": 1}, min_np=1, reset_limit=2)
-    play.begin()
+    play = begun({"a": 1}, reset_limit=2)
     play.hosts({"a": 3})
     play.ready(1)
     play.wait(60)

@@ -47,8 +47,8 @@ def test_the_loop_is_woken_to_write_only_while_there_is_something_to_write():
     theirs.send(b"x")
     poller.wait(0)
     heard.assert_called_once()
-    for end in (ours, theirs):
-        end.close()
+    ours.close()
+    theirs.close()
 
 
 def test_a_daemon_without_descriptors_says_so_once(scarce):

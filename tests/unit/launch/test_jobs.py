@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from support.elastic_jobs import Play
+from support.elastic_jobs import Play, begun
 
 pytestmark = pytest.mark.alike
 
@@ -63,15 +63,12 @@ def test_a_job_that_replaces_nobody_starts_one_by_one_and_ends_after_a_failure()
     assert (play.ending.grace_s, play.starts()[3:]) == (0.0, [])
 
 
-def test_workers_may_end_before_others_have_started():
+def test_a_job_that_replaces_nobody_goes_on_starting_until_it_is_over():
     play = Play({"a": 3}, min_np=3, max_np=3, replaces=False)
     for number in range(3):
         play.job.started(number, 100 + number, play.now)
         play.end(number)
     assert play.outcome == (0, "")
-
-
-def test_a_job_that_is_over_starts_nobody():
     play = Play({"a": 2}, min_np=2, max_np=2, replaces=False)
     play.job.started(0, 100, play.now)  # its next worker is to start
     play.job.give_up("")
@@ -81,12 +78,8 @@ def test_a_job_that_is_over_starts_nobody():
 
 def test_ranks_where_hosts_have_unequal_slots():
     """Rank and size; those on the host; those among the hosts that have a worker of this local rank."""
-    play = Play({"a": 2, "b": 1}, min_np=3, max_np=3, replaces=False)
-    assert [play.job.ranks_of(rank) for rank in range(3)] == [
-        (0, 3, 0, 2, 0, 2),
-        (1, 3, 1, 2, 0, 1),
-        (2, 3, 0, 1, 1, 2),
-    ]
+    job = Play({"a": 2, "b": 1}, min_np=3, max_np=3, replaces=False).job
+    assert [job.ranks_of(rank) for rank in range(3)] == [(0, 3, 0, 2, 0, 2), (1, 3, 1, 2, 0, 1), (2, 3, 0, 1, 1, 2)]
 
 
 def test_a_worker_that_ends_while_the_others_meet_is_not_waited_for():
@@ -102,8 +95,7 @@ def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
     assert play.ending is None
     play.wait(2)
     assert play.outcome == (1, "there are 1 slots, 2 are needed, and no more came within 60 s.")
-    play = Play({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=30)
-    play.begin()
+    play = begun({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=30)
     play.hosts({"a": 1})
     play.kill(1)
     play.ready(0)
@@ -116,7 +108,7 @@ def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
 
 
 def test_a_program_that_always_fails_ends_the_job():
-    play = Play({"a": 2}, min_np=1)
+    play = Play({"a": 2})
     for worker in range(4):
         play.end(worker, 3, "SyntaxError: x")
     assert play.outcome == (3, "worker 0 (a:0) exited with code 3.")
@@ -124,8 +116,7 @@ def test_a_program_that_always_fails_ends_the_job():
 
 
 def test_a_dead_worker_costs_itself_only():
-    play = Play({"a": 3}, min_np=2)
-    play.begin()
+    play = begun({"a": 3}, min_np=2)
     play.kill(1)
     void = {"generation": 0, "text": "worker 1 (a:1) was killed by SIGKILL"}
     assert play.notes("generation_void") == [{**void, "cause": "lost"}]
@@ -138,8 +129,7 @@ def test_a_dead_worker_costs_itself_only():
 
 
 def test_when_nobody_is_left_the_state_is_lost():
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
+    play = begun({"a": 2})
     play.end(0, 1, "PeerLostError: rank 1")
     play.enter(2)
     play.end(1, 9, "ValueError: the cause")
@@ -150,8 +140,7 @@ def test_when_nobody_is_left_the_state_is_lost():
 
 
 def test_newcomers_that_never_had_the_state_do_not_go_on_alone():
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
+    play = begun({"a": 2})
     for worker in (0, 1):
         play.say(worker, "synced", generation=0)
     play.kill(1)
@@ -177,7 +166,7 @@ def places(play):
 
 
 def test_local_ranks_follow_the_slots_whoever_was_ready_first():
-    play = Play({"a": 3, "b": 1}, min_np=1)
+    play = Play({"a": 3, "b": 1})
     play.enter(3, "other")
     play.ready(2, 0, 1)
     assert play.meet() == [0, 1, 2, 3]
@@ -199,13 +188,11 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first():
 
 
 def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_again():
-    play = Play({"a": 1, "b": 3}, min_np=1, cooldown=(10.0, 300.0))
-
+    play = Play({"a": 1, "b": 3}, cooldown=(10.0, 300.0))
     play.lines[1] = ("last",)
 
     def lose():
-        play.job.host_lost("b", "a storm", play.now)
-        play._take()
+        play.lose_host("b", "a storm")
         return play.notes("host_lost")[-1]
 
     for worker in range(4):
@@ -223,8 +210,7 @@ def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_a
 
 
 def test_a_host_that_leaves_is_as_good_as_removed_until_it_is_lost():
-    play = Play({"a": 1, "b": 1}, min_np=1, cooldown=(10, 20))
-    play.begin()
+    play = begun({"a": 1, "b": 1}, cooldown=(10, 20))
     play.job.host_leaves("b", "a notice", 143, play.now)
     play.hosts({"a": 1, "b": 1})  # a script may list it for longer
     assert [told["result"] for told in play.told(0, "updated")] == [1]
@@ -243,8 +229,7 @@ def test_a_host_that_leaves_is_as_good_as_removed_until_it_is_lost():
 
 
 def test_when_all_hosts_leave_nobody_is_blamed():
-    play = Play({"a": 1, "b": 1}, min_np=1)
-    play.begin()
+    play = begun({"a": 1, "b": 1})
     for host in "ab":
         play.job.host_leaves(host, "a notice", 143, play.now)
     play.ready(0, 1, cause="updated")
@@ -255,21 +240,17 @@ def test_when_all_hosts_leave_nobody_is_blamed():
 
 
 def test_a_host_that_was_never_there_is_left_alone_at_once():
-    play = Play({"a": 1, "b": 3}, min_np=1)
-    play.job.host_lost("b", "a storm", play.now)
-    play._take()
+    play = Play({"a": 1, "b": 3})
+    play.lose_host("b", "a storm")
     (lost,) = play.notes("host_lost")
     assert 10 <= lost["seconds"] <= 20
-    play.begin()
-    assert play.members == [0]
-    assert len(play.starts()) == 4
+    assert (play.begin(), len(play.starts())) == ([0], 4)
 
 
 def test_the_only_host_is_tried_again_until_the_time_for_workers_is_over():
-    play = Play({"a": 1}, min_np=1, elastic_timeout_s=100.0)
+    play = Play({"a": 1}, elastic_timeout_s=100.0)
     for number in range(2):
-        play.job.host_lost("a", "it cannot be reached", play.now)
-        play._take()
+        play.lose_host("a", "it cannot be reached")
         assert (play.ending, len(play.starts())) == (None, number + 1)
         play.wait(45.0)
     play.wait(20.0)
@@ -278,8 +259,7 @@ def test_the_only_host_is_tried_again_until_the_time_for_workers_is_over():
 
 
 def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over():
-    play = Play({"a": 1, "b": 1, "c": 1}, min_np=1, cooldown=(10, 20))
-    play.begin()
+    play = begun({"a": 1, "b": 1, "c": 1}, cooldown=(10, 20))
 
     def fail(*apart):
         """All say whom they have not reached, by their numbers in pairs."""
@@ -314,8 +294,7 @@ def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over(
 @pytest.mark.parametrize(("synced", "out"), [((), "d"), ((1, 2, 3), "a"), ((0,), "d"), ((0, 1, 2), "d")])
 def test_which_host_is_left_out(synced, out):
     """The first and the last have two that they do not reach; of these, one without the state."""
-    play = Play({"a": 1, "b": 1, "c": 1, "d": 1}, min_np=1)
-    play.begin()
+    play = begun({"a": 1, "b": 1, "c": 1, "d": 1})
     for worker in synced:
         play.say(worker, "synced", generation=0)
     unreached = [(1, 3), (0,), (3,), (0, 2)]
@@ -329,8 +308,7 @@ def test_which_host_is_left_out(synced, out):
 
 
 def test_the_last_host_with_the_state_is_never_left_out():
-    play = Play({"a": 1, "b": 1, "c": 1}, min_np=1)
-    play.begin()
+    play = begun({"a": 1, "b": 1, "c": 1})
     play.say(0, "synced", generation=0)
     play.ready(0, 1, 2)
     for _ in range(3):
@@ -341,8 +319,7 @@ def test_the_last_host_with_the_state_is_never_left_out():
 
 
 def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while():
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
+    play = begun({"a": 2})
     play.kill(1)
     play.ready(0)
     play.meet()
@@ -381,8 +358,7 @@ def fail_in_turn(play, code=1, *, hung=False):
 
 
 def test_a_program_that_fails_whoever_runs_it_ends_the_job():
-    play = Play({"a": 2}, min_np=2)
-    play.begin()
+    play = begun({"a": 2}, min_np=2)
     for code in (1, 1, 1, 1, 1, 3):
         assert play.ending is None
         fail_in_turn(play, code)
@@ -394,8 +370,7 @@ def test_a_program_that_fails_whoever_runs_it_ends_the_job():
 
 @pytest.mark.parametrize("what", ["killed", "hung", "commit", "long life"])
 def test_failures_that_do_not_tell_of_the_program(what):
-    play = Play({"a": 2, "b": 1}, min_np=2, max_np=2, timeout_s=10_000)
-    play.begin()
+    play = begun({"a": 2, "b": 1}, min_np=2, max_np=2, timeout_s=10_000)
     for _ in range(12):
         if what == "commit":
             play.commit()
@@ -410,14 +385,12 @@ def test_failures_that_do_not_tell_of_the_program(what):
 
 
 def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
+    play = begun({"a": 2})
     play.say(0, "finished")
     play.end(0)
     play.end(1, 7, "oops")
     assert play.outcome == (7, "worker 1 (a:1) exited with code 7.")
-    play = Play({"a": 2}, min_np=1)
-    play.begin()
+    play = begun({"a": 2})
     play.say(0, "synced", generation=0)
     play.say(0, "finished")
     play.end(0)
@@ -428,7 +401,7 @@ def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
 
 
 def test_a_worker_may_be_done_before_all_others_have_said_that_they_met():
-    play = Play({"a": 2}, min_np=1)
+    play = Play({"a": 2})
     play.ready(0, 1)
     play.say(0, "joined", generation=0)
     play.say(0, "synced", generation=0)
@@ -442,8 +415,7 @@ def test_a_worker_may_be_done_before_all_others_have_said_that_they_met():
 
 
 def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for():
-    play = Play({"a": 3}, min_np=1)
-    play.begin()
+    play = begun({"a": 3})
     for kind, fields in (("synced", {"generation": 0}), ("finished", {}), ("synced", {"generation": 0})):
         for worker in (0, 1, 2):
             play.say(worker, kind, **fields)
@@ -456,8 +428,7 @@ def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for():
 
 
 def test_too_many_resets():
-    play = Play({"a": 4}, min_np=1, reset_limit=1)
-    play.begin()
+    play = begun({"a": 4}, reset_limit=1)
     play.kill(1)
     play.ready(0, 2, 3)
     play.meet()
@@ -474,7 +445,7 @@ def test_too_many_resets():
 
 
 def test_words_out_of_place_change_nothing():
-    play = Play({"a": 2}, min_np=1)
+    play = Play({"a": 2})
     with pytest.raises(KeyError, match="7"):
         play.say(7, "finished")
     with pytest.raises(ValueError, match="before it has called init"):
@@ -493,16 +464,12 @@ def test_words_out_of_place_change_nothing():
     assert play.notes("worker_finished") == []
 
 
-def test_a_host_that_never_came_does_not_spoil_a_success():
-    play = Play({"a": 1, "b": 1}, min_np=1)
+def test_a_host_that_has_not_come_does_not_spoil_a_success():
+    play = Play({"a": 1, "b": 1})
     play.end(0)
-    play.job.host_lost("b", "it cannot be reached", play.now)
-    play._take()
+    play.lose_host("b", "it cannot be reached")
     assert play.outcome == (0, "")
-
-
-def test_a_job_that_is_done_does_not_wait_for_a_host_that_has_not_come():
-    play = Play({"a": 1}, min_np=1)
+    play = Play({"a": 1})
     play.job.started(0, 100, play.now)
     play.begin()
     play.hosts({"a": 1, "b": 1})

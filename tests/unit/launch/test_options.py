@@ -1,14 +1,159 @@
-"""The options of kvhvdrun for elastic jobs."""
+"""The options of kvhvdrun, of one job and of elastic ones: what is made of them, and what is refused."""
+
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 
-from kvstore_hvd.launch import command
+from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.horovod.variables import Ranks
+from kvstore_hvd.launch import command, hosts
+from kvstore_hvd.launch.daemons import hosts_of_script
+from kvstore_hvd.launch.driver import environment_of
+from kvstore_hvd.launch.hosts import Slot, hosts_of_allocation, is_here, machine_of, shell_command, slots_of, travelling
+from kvstore_hvd.launch.processes import share_of_cores
+from support.patience import patient
 
 pytestmark = pytest.mark.alike
 
 
 def plan(*arguments):
     return command._plan(command._options(arguments))
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    """Write a file of options, or of hosts; returns its path."""
+
+    def write(text):
+        (tmp_path / "kvhvdrun.yaml").write_text(text)
+        return str(tmp_path / "kvhvdrun.yaml")
+
+    return write
+
+
+# -- What is refused ---------------------------------------------------------------------------------------------------
+
+
+REFUSED = [
+    (["true"], "the number of workers is missing"),
+    (["-np", "0", "true"], "argument -np/--num-proc/-n: '0' is not a whole number of at least 1."),
+    (["--ouput-filename", "x", "-np", "2", "true"], "--ouput-filename does not exist; did you mean --output-"),
+    (["--np", "2", "true"], "--np does not exist; did you mean -np?\n  Fix: "),
+    (["-np", "3", "-H", "localhost:2", "true"], "3 workers are needed, but the hosts have 2 slots"),
+    (["-H", "localhost:0", "true"], "'localhost:0': a host takes at least 1 worker"),
+    (["-H", "localhost:2,LOCALHOST:1", "true"], "the host 'localhost' is named twice"),
+    (["-H", "localhost:2", "--hostfile", "x", "true"], "both --hosts and --hostfile name hosts"),
+    (["-np", "2", "-x", "A B=1", "true"], "-x A B=1: 'A B' is not the name of a variable.\n  Fix: "),
+    (["-np", "2", "-x", "KVHVD_RANK=1", "true"], "-x KVHVD_RANK=1: KVHVD_RANK differs between workers."),
+    (["-np", "2", "-x", "HOROVOD_RANK=1", "true"], "-x HOROVOD_RANK=1: HOROVOD_RANK differs between workers."),
+    (["-np", "2", "-x", "NOT_SET", "true"], "-x NOT_SET: NOT_SET is not set here, and what is set all"),
+    (["-np", "2", "--ranks", "0,2", "true"], "--ranks: there is no rank 2.\n  Fix: the ranks are 0 to 1."),
+    (["-np", "2", "--ranks", "0-1", "true"], "argument --ranks: '0-1' is not a whole number of at least 0"),
+    (["-np", "2", "--output-filename", "/dev/null", "true"], "'/dev/null/rank.0' cannot be made"),
+    (["--min-np", "0", "true"], "argument --min-np/--min-num-proc: '0' is not a whole number of at least 1."),
+    (["--min-np", "3", "--max-np", "2", "true"], "--min-np 3 is more than --max-np 2."),
+    (["--min-np", "3", "-np", "2", "true"], "--min-np 3 is more than -np 2."),
+    (["--max-np", "257", "true"], "a job has at most 256 workers"),
+    (["--min-np", "1", "--elastic-timeout", "soon", "true"], "--elastic-timeout: 'soon' is not a number of seconds"),
+    (["--min-np", "1", "--blacklist-cooldown-range", "9", "8", "true"], "the lower one first"),
+    (["--host-discovery-script", "x", "-H", "a", "true"], "both --hosts and --host-discovery-script name hosts."),
+    (["--min-np", "3", "-H", "localhost:2", "true"], "3 workers are needed, but the hosts have 2 slots."),
+    (["--min-np", "1", "--output-filename", "o", "true"], "--output-filename is not for elastic jobs.\n  Fix: omit"),
+    (["--min-np", "1", "--ranks", "0", "true"], "--ranks is not for elastic jobs."),
+    (["--reset-limit", "1", "-np", "2", "true"], "--reset-limit is for elastic jobs.\n  Fix: "),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), REFUSED)
+def test_what_cannot_be_is_said(capfd, arguments, text):
+    assert command.main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert (out, err.startswith("kvhvdrun: "), "\n  Fix: " in err) == ("", True, True)
+    assert text in err
+    assert "Traceback" not in err
+
+
+def test_a_folder_is_no_program(capfd):
+    assert command.main(["-np", "2", "/"]) == 126
+    assert "'/' is a directory" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        ("num-procs: 2", "--num-procs does not exist; did you mean --num-proc?\n  Fix: "),
+        ("- 2", "cannot be read: 'list' object has no attribute"),
+        ("verbose: 2", "argument -v/--verbose: ignored explicit argument '2'"),
+        ("num-proc: [", "cannot be read: while parsing a flow node"),
+        # No word of a file becomes a part of the command.
+        ("min-np: 1\nblacklist-cooldown-range: 5", "argument --blacklist-cooldown-range: expected 2 arguments."),
+        ("min-np: 1\nblacklist-cooldown-range: [5, 50, echo]", "echo does not exist."),
+        ("output-filname: my echo", "--output-filname does not exist; did you mean --output-filename?"),
+        ("unknown: no", "--unknown does not exist."),
+    ],
+)
+def test_a_file_that_cannot_be(capfd, config_file, text, fact):
+    path = config_file(f"{text}\n")
+    assert command.main(["--config-file", path, "-np", "2", "true"]) == 2
+    err = capfd.readouterr().err
+    assert (path in err, fact in err) == (True, True), err
+
+
+def test_as_many_workers_as_the_engine_and_open_files_allow(monkeypatch):
+    header = (Path(__file__).resolve().parents[3] / "native/shm/wait.hpp").read_text()
+    assert f"kMaxRanks = {hosts.MAX_WORKERS};" in header
+    given = resource.getrlimit
+
+    def limit(which, soft):
+        monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, soft) if asked == which else given(asked))
+
+    monkeypatch.setattr(hosts, "open_below", lambda limit: 3)
+    limit(resource.RLIMIT_NOFILE, 99)
+    hosts.check_count(25)
+    with pytest.raises(LaunchError, match=r"needs 102 open files, and only 99 are allowed[^\n]*\n  Fix: ulimit -n 102"):
+        hosts.check_count(26)
+    monkeypatch.setattr(hosts, "open_below", lambda limit: 5)  # a script has opened some
+    with pytest.raises(LaunchError, match="needs 101 open files"):
+        hosts.check_count(25)
+    limit(resource.RLIMIT_NOFILE, resource.RLIM_INFINITY)
+    hosts.check_count(256)
+    with pytest.raises(LaunchError, match=r"^257 workers: a job has at most 256 workers on one host"):
+        hosts.check_count(257)
+
+
+# -- What is made of them ----------------------------------------------------------------------------------------------
+
+
+def test_help_has_few_variables(capfd):
+    with pytest.raises(SystemExit) as end:
+        command.main(["--help"])
+    out = capfd.readouterr().out
+    assert (end.value.code, out.count("\nKVHVD_") + out.count("\nHOROVOD_")) == (0, 8)
+    assert ("docs/errors.md" in out, "KVHVD_SECRET" in out) == (True, False)
+
+
+def test_the_program_and_its_own_options():
+    made = plan("-np", "2", "-v", "true", "-np", "7", "--no-prefix", "--", "-v")
+    assert made.command[1:] == ["-np", "7", "--no-prefix", "--", "-v"]
+    # A module is run by the Python of the launcher.
+    assert plan("-np", "2", "-m", "train", "-m", "x").command == [sys.executable, "-m", "train", "-m", "x"]
+
+
+def test_a_shell_completes_options():
+    """The launcher loads the library for it only when a shell asks."""
+    pytest.importorskip("argcomplete")
+    program = "from kvstore_hvd.launch import command; command.main()"
+    told = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": "bash", "COMP_LINE": "kvhvdrun --hostf", "COMP_POINT": "16"}
+    command = ["bash", "-c", '"$@" 8>&1 9>&2', "bash", sys.executable, "-c", program]
+    done = subprocess.run(command, env={**os.environ, **told}, capture_output=True, text=True, timeout=patient(60))
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "--hostfile", "")
 
 
 @pytest.mark.parametrize(
@@ -25,7 +170,7 @@ def plan(*arguments):
         (["--min-np", "1", "--hostfile", "hosts"], (1, None, 256), {"localhost": 2}),
     ],
 )
-def test_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers, slots):
+def test_an_elastic_job_has_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers, slots):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     made = plan(*arguments, "true")
@@ -34,7 +179,7 @@ def test_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers,
     assert (made.hosts, made.script) == (slots, None)
 
 
-def test_everything_else(monkeypatch, tmp_path):
+def test_all_other_options_of_an_elastic_job(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     options = ["--reset-limit", "7", "--elastic-timeout", "5", "--blacklist-cooldown-range", "2", "9"]
     more = ["--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
@@ -53,45 +198,210 @@ def test_everything_else(monkeypatch, tmp_path):
     assert (defaults.cooldown, defaults.job == settings.job) == ((10.0, 300.0), False)
 
 
-def test_a_file_of_options(tmp_path, capfd):
-    path = tmp_path / "job.yaml"
-    path.write_text("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 50\nslots: 2\nreset-limit: 4\n")
-    settings = plan("--config-file", str(path), "--reset-limit", "9", "true").settings
-    assert (settings.min_np, settings.max_np, settings.reset_limit) == (1, 3, 9)
-    assert settings.cooldown == (5.0, 50.0)
-    path.write_text("num-proc: 2\nranks: [0, 1]\nverbose: no\n")
-    given = plan("--config-file", str(path), "true").options
-    assert (set(given.ranks), given.verbose) == ({0, 1}, False)
-    # No word of a file becomes a part of the command.
-    for text, fact in [
-        ("blacklist-cooldown-range: 5", "argument --blacklist-cooldown-range: expected 2 arguments."),
-        ("blacklist-cooldown-range: [5, 50, echo]", "echo does not exist."),
-        ("output-filname: my echo", "--output-filname does not exist; did you mean --output-filename?"),
-        ("unknown: no", "--unknown does not exist."),
+def test_options_of_a_file(config_file, monkeypatch, tmp_path):
+    """It comes before the environment, and after the command line."""
+    monkeypatch.setenv("KVHVD_START_TIMEOUT", "5")
+    path = config_file(
+        "# a job\nnum_proc: 3\nstart-timeout: 9.5\nverbose: yes\nno-prefix: true\nbind-cores: off\nranks: [0, 1]\n"
+        f"timeline-filename: {tmp_path}/t.json\noutput-filename: out\n"
+    )
+    made = plan("--config-file", path, "true")
+    given, environ = made.options, made.environment
+    assert (made.settings.max_np, set(given.ranks)) == (3, {0, 1})
+    assert (given.verbose, given.no_prefix, given.bind_cores, given.output_filename) == (True, True, False, "out")
+    assert (environ["KVHVD_START_TIMEOUT"], environ["HOROVOD_TIMELINE"]) == ("9.5", f"{tmp_path}/t.json")
+    path = config_file("num-proc: 3\nstart-timeout: 9\nhosts: elsewhere:4\n")
+    made = plan("--config-file", path, "-np", "2", "--start-timeout", "7", "-H", "localhost:2", "true")
+    assert (made.settings.max_np, made.environment["KVHVD_START_TIMEOUT"]) == (2, "7")
+    path = config_file("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 50\nslots: 2\nreset-limit: 4\n")
+    settings = plan("--config-file", path, "--reset-limit", "9", "true").settings
+    assert (settings.min_np, settings.max_np, settings.reset_limit, settings.cooldown) == (1, 3, 9, (5.0, 50.0))
+
+
+def test_without_pyyaml(config_file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(LaunchError, match=r"--config-file needs PyYAML, .*\n  Fix: .*kvstore-hvd\[yaml\]"):
+        plan("--config-file", config_file("num-proc: 2\n"), "true")
+    assert plan("-np", "2", "true").settings.max_np == 2
+
+
+def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
+    environ = plan("-np", "1", "--timeline-filename", "t.json", "true").environment
+    assert environ["HOROVOD_TIMELINE"] == str(tmp_path / "t.json")
+    assert plan("-np", "1", "true").environment["HOROVOD_TIMELINE"] == "other.json"
+    made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
+    assert made.environment["HOROVOD_TIMELINE"] == "DYNAMIC"
+
+
+def test_variables_of_the_workers(monkeypatch):
+    # As inside a worker of mpirun; none of it is true for our workers.
+    for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "OMPI_MCA_orte_hnp_uri"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("OMPI_MCA_btl", "^ofi")  # a choice of the user's
+    made = plan("-np", "3", "--start-timeout", "7", "true")
+    environs = [
+        environment_of(made, rank, Slot("localhost", rank), Ranks(rank, 3, rank, 3), "f" * 64) for rank in range(3)
+    ]
+    assert [environ["KVHVD_RANK"] for environ in environs] == ["0", "1", "2"]
+    for environ in environs:
+        assert environ["KVHVD_SIZE"] == environ["KVHVD_LOCAL_SIZE"] == "3"
+        assert environ["KVHVD_RANK"] == environ["KVHVD_LOCAL_RANK"]
+        assert environ["KVHVD_SLOT"] == f"localhost:{environ['KVHVD_RANK']}"
+        assert environ["KVHVD_START_TIMEOUT"] == "7"
+        assert environ["OMPI_MCA_btl"] == "^ofi"
+        assert not [n for n in environ if n.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD", "OMPI_MCA_orte"))]
+        assert len(environ["KVHVD_SECRET"]) == 64
+        assert environ["KVHVD_SECRET"] not in " ".join(made.command)
+    assert len({(environ["KVHVD_JOB"], environ["KVHVD_SECRET"]) for environ in environs}) == 1
+
+
+def test_shares_of_cores():
+    for cores, shares in [([0, 1, 2, 3, 4], [(0, 1), (2, 3, 4)]), ([4, 9], [(4,), (9,), (4,)])]:
+        assert [share_of_cores(cores, rank, len(shares)) for rank in range(len(shares))] == shares
+
+
+# -- Hosts -------------------------------------------------------------------------------------------------------------
+
+
+def test_hosts_that_are_this_one(config_file):
+    for host in ("localhost", "127.0.0.1", socket.gethostname()):
+        assert plan("-H", f"{host}:3", "true").settings.max_np == 3
+        assert plan("-np", "1", "-H", f"{host}:3", "true").settings.max_np == 1
+    path = config_file("# all of them\n\nlocalhost slots=2  # here\n127.0.0.1:3\n")
+    assert plan("--hostfile", path, "true").settings.max_np == 5
+    for text, fact in (("", "names no host"), ("localhost slots=2\nlocalhost:1\n", "named twice")):
+        with pytest.raises(LaunchError, match=fact):
+            plan("--hostfile", config_file(text), "true")
+
+
+def test_names_with_an_address_of_this_host(monkeypatch):
+    """They need no remote shell. A resolver that does not answer is not waited for."""
+    answered = threading.Event()
+
+    def resolve(host, port, **_):
+        if host == b"late":
+            answered.wait()
+        if host == b"unknown":
+            raise socket.gaierror
+        address = "198.51.100.7" if host == b"elsewhere" else "127.0.0.1"
+        return [(socket.AF_INET, socket.SOCK_DGRAM, 0, "", (each, port)) for each in ("198.51.100.8", address)]
+
+    monkeypatch.setattr(hosts, "_own", {})
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    try:
+        made = plan("-H", "node1.example:2,late,elsewhere,unknown,node1:3", "--rsh-command", "env", "true")
+        names = list(made.hosts)
+        assert list(map(is_here, names)) == [True, False, False, False, True]
+        assert list(map(machine_of, names)) == ["", "late", "elsewhere", "unknown", ""]
+        assert plan("-H", "node1.example:2", "true").shell == []
+    finally:
+        answered.set()
+
+
+def test_the_way_to_other_hosts(capfd, monkeypatch):
+    where = ["true", "/path with space/x"]
+    ssh = ["-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15"]
+    assert shell_command(["env", *ssh], "node1", where) == ["env", *ssh, "node1", "true", "'/path with space/x'"]
+    assert shell_command(["/bin/ssh", "-v"], "node1", ["true"]) == ["/bin/ssh", "-v", "--", "node1", "true"]
+    assert shell_command(["srun", "-w", "{host}"], "node1", ["true"]) == ["srun", "-w", "node1", "true"]
+    given = dict.fromkeys(("PATH", "KVHVD_RANK", "USERS", "HOME", "SSH_AUTH_SOCK", "TMPDIR", "XDG_RUNTIME_DIR"), "")
+    assert list(travelling(given, ["TMPDIR"])) == ["PATH", "KVHVD_RANK", "USERS", "TMPDIR"]
+    for text, fault in [("no-such-shell -x", "is not there"), ("", "is not there"), ("ssh 'x", "No closing quotation")]:
+        assert command.main(["-np", "1", "-H", "node1", "--rsh-command", text, "true"]) == 2
+        assert fault in capfd.readouterr().err
+    made = plan("-np", "3", "-H", "node1:2,localhost:2", "--rsh-command", "env", "true")
+    assert (made.shell, made.hosts) == (["env"], {"node1": 2, "localhost": 1})
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
+    assert plan("-H", "node1:2", "true").shell == ["ssh", *ssh]
+    assert plan("-H", "localhost:2", "true").shell == []
+    assert plan("-H", "node1:2", "--network-interfaces", "e0", "true").environment["KVHVD_NETWORK_INTERFACES"] == "e0"
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert command.main(["-H", "node1:2", "true"]) == 2
+    assert "node1: other hosts than this one, and there is no ssh" in capfd.readouterr().err
+
+
+def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for nodes, tasks, expected in [
+        ("a[1-2,08-10]b,C[1-2]d[3-4]", "2(x4),1,3(x4)", "a1b:2 a2b:2 a08b:2 a09b:2 a10b:1 C1d3:3 C1d4:3 C2d3:3 C2d4:3"),
+        ("n1,n2.x-y", "1(x2)", "n1:1 n2.x-y:1"),
     ]:
-        path.write_text(f"min-np: 1\n{text}\n")
-        assert command.main(["--config-file", str(path), "true"]) == 2
-        assert f"kvhvdrun: {path}: {fact}" in capfd.readouterr().err
+        found = hosts_of_allocation({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks})
+        assert " ".join(f"{host}:{count}" for host, count in found.items()) == expected
+    assert hosts_of_allocation({"SLURM_JOB_NODELIST": "a1", "SLURM_TASKS_PER_NODE": "1"}) is None
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "a[1-2]")
+    assert command.main(["/bin/true"]) == 2
+    assert "SLURM_TASKS_PER_NODE= does not tell the tasks of each host in SLURM" in capfd.readouterr().err
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+    assert command.main(["/bin/true"]) == 2
+    assert "a1, a2: other hosts than this one, and there is no srun that" in capfd.readouterr().err
+    (tmp_path / "srun").symlink_to("/bin/true")
+    made = plan("/bin/true")
+    assert (made.settings.max_np, made.shell[0]) == (4, "srun")
+    words = shell_command(made.shell, "a1", ["python", "/a folder"])
+    assert words[-3:] == ["--nodelist=a1", "python", "/a folder"]  # there is no shell at the other end
+    assert plan("-np", "7", "-H", "localhost:8", "/bin/true").shell == []
+    assert command.main(["-np", "5", "/bin/true"]) == 2
+    assert "hosts have 4 slots.\n  Fix: give more slots, as in sbatch --ntasks-per-node=N." in capfd.readouterr().err
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # each of them starts a job of its own
+    assert plan("-np", "5", "/bin/true").settings.max_np == 5
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("nodes", "tasks", "fact"),
     [
-        (["--min-np", "0"], "argument --min-np/--min-num-proc: '0' is not a whole number of at least 1."),
-        (["--min-np", "3", "--max-np", "2"], "--min-np 3 is more than --max-np 2."),
-        (["--min-np", "3", "-np", "2"], "--min-np 3 is more than -np 2."),
-        (["--max-np", "257"], "a job has at most 256 workers"),
-        (["--min-np", "1", "--elastic-timeout", "soon"], "--elastic-timeout: 'soon' is not a number of seconds"),
-        (["--min-np", "1", "--blacklist-cooldown-range", "9", "8"], "the lower one first"),
-        (["--host-discovery-script", "x", "-H", "localhost"], "both --hosts and --host-discovery-script name hosts."),
-        (["--min-np", "3", "-H", "localhost:2"], "3 workers are needed, but the hosts have 2 slots."),
-        (["--min-np", "1", "--output-filename", "out"], "--output-filename is not for elastic jobs.\n  Fix: omit it: "),
-        (["--min-np", "1", "--ranks", "0"], "--ranks is not for elastic jobs."),
-        (["--reset-limit", "1", "-np", "2"], "--reset-limit is for elastic jobs.\n  Fix: "),
+        ("n[1-99999999]", "1(x99999999)", "has more than 65536 hosts"),
+        ("n[2-1]", "", "is not a list of hosts"),
+        ("n1,,n2", "1(x2)", "is not a list of hosts"),
+        ("n1,n1", "1(x2)", "names the host 'n1' twice"),
+        ("N[1-2],n1", "1(x3)", "names the host 'n1' twice"),
+        ("n" + "[1-2]" * 1500, "1(x2)", "is not a list of hosts"),
+        ("-oproxycommand,n1", "1(x2)", "is not a list of hosts"),
+        ("n1\x1b[2J,n2", "1(x2)", "n1\\x1b[2J,n2 is not a list of hosts"),
+        ("n[1-2]", "1(x99999999999)", "does not tell the tasks of each host"),
+        ("n[1-2]", "1(x999999999)", "does not tell the tasks of each host"),
+        ("n[1-2]", "0(x2)", "does not tell the tasks of each host"),
+        ("n[1-2]", "0,1", "does not tell the tasks of each host"),
+        ("n[1-2]", "1(x0),1(x2)", "does not tell the tasks of each host"),
     ],
 )
-def test_what_cannot_be_is_said(capfd, arguments, text):
-    assert command.main([*arguments, "true"]) == 2
-    out, err = capfd.readouterr()
-    assert (out, err.startswith("kvhvdrun: "), "Fix: " in err) == ("", True, True)
-    assert text in err
+def test_lists_of_slurm_that_are_none(capfd, monkeypatch, nodes, tasks, fact):
+    monkeypatch.setenv("SLURM_JOB_NODELIST", nodes)
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", tasks)
+    assert command.main(["/bin/true"]) == 2
+    err = capfd.readouterr().err
+    assert (fact in err, "\n  Fix: name the hosts: " in err) == (True, True)
+
+
+# A name, as a user or a script writes it, and the host that it is.
+NAMES = {
+    "Node-1.x_y": "node-1.x_y",
+    "user@node1": "user@node1",
+    "User@Node1": "User@node1",
+    "[fe80::1%eth0]": "fe80::1%eth0",
+    "me@[FE80::1%Eth0]": "me@fe80::1%Eth0",
+    "::1": "::1",
+}
+NO_NAMES = (
+    """-o"proxycommand"id>/tmp/x -f user@-f -l@node1 [-o::] [::1 [:] [1:2] [] . .. me@. a;b $(id) a'b é n\x1b[2J"""
+)
+
+
+@pytest.mark.parametrize("form", ["{}", "{}:2", "{} slots=2"])
+def test_names_of_hosts(capfd, config_file, form):
+    """A name that ssh could take for an option is refused in each place that names hosts."""
+    for given, host in NAMES.items():
+        entry = form.format(given)
+        assert list(hosts_of_script(entry)) == list(slots_of([entry])) == [host]
+        made = plan("--hostfile", config_file(f"# hosts\n{entry}\n"), "--rsh-command", "env", "true")
+        assert list(made.hosts) == [host]
+    for given in NO_NAMES.split():
+        entry = form.format(given)
+        with pytest.raises(LaunchError, match="is not HOST:N"):
+            hosts_of_script(f"localhost\n{entry}\n")
+        for option in ([f"-H={entry}"], ["--hostfile", config_file(f"{entry}\n")]):
+            assert command.main(["-np", "1", *option, "true"]) == 2
+            err = capfd.readouterr().err
+            assert ("is not HOST:N or 'HOST slots=N'.\n  Fix: " in err, "\x1b" in err) == (True, False), given

@@ -101,17 +101,7 @@ assert len(processes.children() - before) == 2
 """
 
 
-def test_children_and_orphans_that_are_deaf_are_killed():
-    program = """
-for pause_s in processes.end_children(0.1, before):
-    time.sleep(pause_s)
-assert processes.children() == before
-spared.kill()
-"""
-    in_child(LEAVES_ORPHANS + program)
-
-
-def test_the_grace_is_as_long_after_a_standstill():
+def test_children_and_orphans_that_are_deaf_are_killed_after_a_grace_as_long_after_a_standstill():
     program = """
 stood_still_s, monotonic = 0.0, time.monotonic
 time.monotonic = lambda: monotonic() + stood_still_s

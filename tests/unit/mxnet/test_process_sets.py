@@ -16,19 +16,16 @@ from kvstore_hvd.world.topology import Host, Topology
 
 
 def judged(*rows):
-    """Return what is agreed where each worker says these rows."""
     size = len(rows)
     table = np.array([np.concatenate(each) for each in rows])
     return agreed_sets(Call("init", Topology.of(0, [Host("node", "a")] * size, source="launcher")), table)
 
 
 def ranks(*named, size=4):
-    """Return the row of a set that is named by its ranks."""
     return [row_of(named, size)]
 
 
 def part(*named, size=4, **options):
-    """Return the row of a set that is named by a communicator."""
     return [row_of(named, size, of_communicator=True, **options)]
 
 
@@ -79,9 +76,7 @@ def test_names_of_the_modules():
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     needs_mxnet = {"DistributedOptimizer", "DistributedTrainer", "SyncBatchNorm"}
     assert not [name for name in hvd.__all__ if name not in needs_mxnet and not hasattr(hvd, name)]
-    for module in (basics, mpi_ops):
-        for name in module.__all__:
-            assert getattr(hvd, name) is getattr(module, name)
+    assert all(getattr(hvd, name) is getattr(each, name) for each in (basics, mpi_ops) for name in each.__all__)
     names = "init shutdown is_initialized size local_size cross_size rank local_rank cross_rank mpi_threads_supported"
     assert set(names.split()) <= set(mpi_ops.__all__)
     importlib.import_module("kvstore_hvd.mxnet.gathers")
@@ -89,8 +84,7 @@ def test_names_of_the_modules():
 
 
 def test_process_sets_outside_of_a_world():
-    assert process_sets.process_sets() == []
-    assert process_sets.get_process_set_ids_and_ranks() == {}
+    assert (process_sets.process_sets(), process_sets.get_process_set_ids_and_ranks()) == ([], {})
     with pytest.raises(ValueError, match=r"there is no process set 1\.\n  Fix: use one of: none\."):
         process_sets.process_set_by_id(1)
 

@@ -14,8 +14,6 @@ _kept = []
 
 
 class _Complete(ctypes.Structure):
-    """MXNet's CallbackOnComplete."""
-
     _fields_ = (
         ("call", ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)),
         ("engine", ctypes.c_void_p),
@@ -46,16 +44,8 @@ def fail_in_engine(target, text):
 @pytest.mark.skipif(mxnet_compat.engine_is_naive(), reason="NaiveEngine drops errors of operators")
 @pytest.mark.parametrize("read", ["wait_to_read", "asnumpy", "downstream", "waitall"])
 def test_errors_keep_class_and_text(world, read):
-    text = errors.message(
-        "ranks disagree on shape.",
-        rank=0,
-        size=4,
-        operation="allreduce",
-        name="dense0_weight",
-        key=3,
-        details=["(256, 784): ranks 0-2", "(128, 784): rank 3", "  indented: deeper"],
-        fix="build the same network: on every rank.",
-    )
+    details = ["(256, 784): ranks 0-2", "(128, 784): rank 3", "  indented: deeper"]
+    text = errors.message("ranks disagree on shape.", rank=0, size=4, details=details, fix="build: the same.")
     for cls in filter(lambda each: isinstance(each, type), map(vars(errors).get, errors.__all__)):
         if not issubclass(cls, errors.KVHvdError):
             continue

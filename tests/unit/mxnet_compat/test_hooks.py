@@ -1,7 +1,5 @@
 """What is changed in MXNet: the store is registered, and its names create it; and what others ask about MXNet."""
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -11,9 +9,6 @@ import pytest
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.mxnet_compat import graph, hooks
 from support.fake_store import V2, Fake, mx, network, store_class, trainer_of
-from support.patience import patient
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_registration_is_silent_unless_it_replaces_somebody_elses(world):
@@ -34,7 +29,6 @@ def test_registration_is_silent_unless_it_replaces_somebody_elses(world):
 
 @pytest.mark.parametrize(("name", "devices"), [("Horovod", 1), ("dist_horovod", 2)])
 def test_a_string_creates_the_store(world, name, devices):
-    """It learns the names of parameters."""
     world.size = 2
     net = network(devices)
     trainer = trainer_of(net, name)
@@ -47,27 +41,6 @@ def test_a_string_creates_the_store(world, name, devices):
     assert made.labels == dict(enumerate(sorted(params)))
     if V2:
         assert "0.weight" in params  # where every parameter calls itself 'weight' or 'bias'
-
-
-SCRIPT = """
-import importlib.util, sys
-import kvstore_hvd
-assert 'mxnet' not in sys.modules
-assert importlib.util.find_spec('mxnet')
-import mxnet
-assert type(mxnet.kv.create("horovod")) is kvstore_hvd.Horovod
-assert mxnet.kv.create("dist_horovod").type == "horovod"
-assert not [finder for finder in sys.meta_path if type(finder).__module__.startswith("kvstore_hvd")]
-"""
-
-
-@pytest.mark.parametrize("first", ["", "import kvstore_hvd.store.kvstore\n"])
-def test_mxnet_may_be_imported_later(first):
-    """By the program, or by the module that needs it."""
-    script = SCRIPT.replace("import mxnet\n", f"{first}import mxnet\n", 1)
-    command = [sys.executable, "-W", "error::UserWarning:mxnet.kvstore", "-c", script]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=patient(100))
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("error::DeprecationWarning:mxnet")

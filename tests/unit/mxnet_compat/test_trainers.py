@@ -1,7 +1,6 @@
 """Trainers and Modules: they train through the store, and those that would train alone raise."""
 
 import contextlib
-import warnings
 
 import pytest
 
@@ -23,7 +22,6 @@ def refused(has, exchanged="Nothing"):
 
 @pytest.fixture
 def said(monkeypatch, caplog):
-    """What is logged; nothing was said or exchanged yet."""
     monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(exchangers._Collectives, "counts", exchangers._Counts())
     return caplog
@@ -89,10 +87,8 @@ def test_alone_is_fine_without_others_and_on_request(world, monkeypatch, size):
 if not V2:
 
     def module_parts():
-        symbol = mx.sym.SoftmaxOutput(
-            mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc"), name="softmax"
-        )
-        return symbol, mx.io.NDArrayIter(mx.nd.ones((8, 4)), mx.nd.zeros((8,)), 4)
+        layer = mx.sym.FullyConnected(mx.sym.var("data"), num_hidden=2, name="fc")
+        return mx.sym.SoftmaxOutput(layer, name="softmax"), mx.io.NDArrayIter(mx.nd.ones((8, 4)), mx.nd.zeros((8,)), 4)
 
     def test_module_that_trains_alone_raises(world):
         """Once there were two updates, be it those of several buckets."""
@@ -113,12 +109,11 @@ if not V2:
             with pytest.raises(errors.UnsynchronisedTrainerError) if key == 2 else contextlib.nullcontext():
                 buckets.update()
 
+    @pytest.mark.filterwarnings("ignore::DeprecationWarning")
     @pytest.mark.parametrize(("kvstore", "size"), [("horovod", 1), ("local", 2)])
     def test_feed_forward_is_refused(world, kvstore, size):
         world.size = size
         symbol, batches = module_parts()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)
-            model = mx.model.FeedForward(symbol, num_epoch=1)
+        model = mx.model.FeedForward(symbol, num_epoch=1)
         with pytest.raises(errors.UnsupportedMethodError, match=r"Fix: use mx\.mod\.Module"):
             model.fit(batches, kvstore=kvstore)

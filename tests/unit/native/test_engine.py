@@ -8,28 +8,18 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import native
-from kvstore_hvd.config import config, reload
+from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, InputFailedError, PeerLostError, TransportError
 from kvstore_hvd.world import segment
 from support.patience import patient
 
 
-@pytest.fixture(autouse=True)
-def _fresh(monkeypatch):
-    monkeypatch.delenv("KVHVD_THRESHOLDS", raising=False)
-    reload()
-    yield
-    monkeypatch.undo()
-    reload()
-
-
-def test_changes_replace_defaults_by_name(monkeypatch):
+def test_changes_replace_defaults_by_name(setting):
     before, after = native.thresholds(), native.thresholds(" one_shot = 4096, direct_chunk=2097152 ")
     assert all(each.least <= each.value <= each.most and each.value % each.unit == 0 for each in before.values())
     changed = {name: threshold.value for name, threshold in after.items() if threshold != before[name]}
     assert changed == {"one_shot": 4096, "direct_chunk": 2097152}
-    monkeypatch.setenv("KVHVD_THRESHOLDS", "one_shot=4096")
-    reload()
+    setting(KVHVD_THRESHOLDS="one_shot=4096")
     assert segment._thresholds() == config().thresholds == "one_shot=4096"
     assert native.Segment.create(2, 0, segment._thresholds()).fd >= 0
     with pytest.raises(ValueError):
@@ -46,40 +36,34 @@ def test_changes_replace_defaults_by_name(monkeypatch):
         ("min_part=1048576", "min_part is above max_part."),
     ],
 )
-def test_wrong_changes_are_refused(monkeypatch, changes, says):
+def test_wrong_changes_are_refused(setting, changes, says):
     with pytest.raises(ValueError) as refused:
         native.thresholds(changes)
     assert says in str(refused.value)
     # Every worker checks what it was told, before it looks for the others.
-    monkeypatch.setenv("KVHVD_THRESHOLDS", changes)
-    reload()
+    setting(KVHVD_THRESHOLDS=changes)
     with pytest.raises(ConfigError) as error:
         segment._thresholds()
     assert f"KVHVD_THRESHOLDS: {refused.value}" in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "fail",
-    [
-        lambda engine: engine.abort("caf\udce9"),
-        lambda engine: engine.shutdown("caf\udce9"),
-        lambda engine: engine.end_batch(0, PeerLostError("caf\udce9")),
-    ],
-    ids=["abort", "shutdown", "device"],
-)
-def test_errors_reach_the_others_whatever_their_texts(fail):
-    """A lone surrogate is no UTF-8: the others read its escape."""
+def engines_of_two(*more):
     segment = native.Segment.create(2)
-    ours, theirs = (native.Engine(segment, rank, patient(30.0), False, "h\udcff") for rank in range(2))
-    fail(ours)
+    return [native.Engine(segment, rank, patient(30.0), False, *more) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("how", "arguments"),
+    [("abort", ["caf\udce9"]), ("shutdown", ["caf\udce9"]), ("end_batch", [0, PeerLostError("caf\udce9")])],
+)
+def test_errors_reach_the_others_whatever_their_texts(how, arguments):
+    """A lone surrogate is no UTF-8: the others read its escape."""
+    ours, theirs = engines_of_two("h\udcff")
+    getattr(ours, how)(*arguments)
     assert "caf\\udce9" in str(theirs.health())
     theirs.shutdown("it ends")
     ours.shutdown("it ends")
-
-
-def test_an_input_that_failed_is_told_whatever_its_text():
-    segment = native.Segment.create(2)
-    engines = [native.Engine(segment, rank, patient(30.0), False) for rank in range(2)]
+    engines = engines_of_two()  # an input that failed
     told = native.Request("allreduce", "x", "'l\udce9'", (), (), (3,), "float32", failure="caf\udce9")
     works = [engine.submit(told) for engine in engines]
     for engine, work in zip(engines, works):
@@ -90,8 +74,7 @@ def test_an_input_that_failed_is_told_whatever_its_text():
 
 def test_nothing_is_under_way_after_ctrl_c():
     """Then the arrays may be freed: a device that has begun is waited for, and the others are told why."""
-    segment = native.Segment.create(2)
-    ours, theirs = (native.Engine(segment, rank, patient(30.0), False) for rank in range(2))
+    ours, theirs = engines_of_two()
     arrays = [np.ones(3, np.float32) for _ in range(2)]
     places = [[array.ctypes.data] for array in arrays]
     requests = [

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from kvstore_hvd import config
+from kvstore_hvd import config, errors
 from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.launch.command import _parser
+from kvstore_hvd.mxnet_compat import numpy_shim
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/*.md")])
-PAGES_OF_NAMES = ("errors", "architecture", "migrating-from-horovod")
+PAGES_OF_NAMES = ("errors", "architecture", "migrating-from-horovod", "numpy-shim")
 
 
 def anchors(page):
@@ -39,12 +40,15 @@ def test_every_page_is_linked_from_the_readme():
 
 
 def test_every_name_is_on_its_page():
-    errors, architecture, migrating = ((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES_OF_NAMES)
+    texts, architecture, migrating, shim = ((ROOT / "docs" / f"{name}.md").read_text() for name in PAGES_OF_NAMES)
     comments = re.findall(r"    # (.+)\n    (\w+): .* = _knob\(", (ROOT / "kvstore_hvd" / "config.py").read_text())
     descriptions = {name: text for text, name in comments} | config.HELP
     assert descriptions.keys() == config.KNOBS.keys()
     rows = [(f"| {' or '.join(f'`{v}`' for v in k.variables)} |", descriptions[n]) for n, k in config.KNOBS.items()]
-    missing = [row for row in rows if row[0] not in errors or row[1] not in errors]
+    missing = [row for row in rows if row[0] not in texts or row[1] not in texts]
+    kinds = [name for name in errors.__all__ if isinstance(getattr(errors, name), type) and name != "KVHvdError"]
+    missing += [name for name in (*kinds, *config.known_variables()) if f"`{name}`" not in texts]
+    missing += [name for name in (*numpy_shim._NAMES, *numpy_shim._FINANCIAL) if f"`{name}`" not in shim]
     parts = [path.name + ("/" if path.is_dir() else "") for path in (ROOT / "kvstore_hvd").iterdir()]
     parts = [part for part in parts if part.endswith((".py", "/")) and part not in ("__init__.py", "__pycache__/")]
     missing += [part for part in parts if not re.search(rf"(?<![\w/]){re.escape(part)}", architecture)]

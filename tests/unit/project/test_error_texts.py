@@ -40,7 +40,6 @@ WITHOUT_FIX = {
 
 
 def name_of(call):
-    """The name of what is called; with its module where there is one."""
     return ast.unparse(call.func)
 
 

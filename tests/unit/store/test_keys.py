@@ -41,34 +41,19 @@ def test_forms(given, expected):
 
 
 @pytest.mark.parametrize(
-    ("key", "fact", "fix"),
+    ("args", "error", "text"),
     [
-        (True, "True (bool) is no key: keys are int or str.", "use an int or a str"),
-        (np.int64(3), "(numpy.int64) is no key: keys are int or str.", "use int(key)."),
-        ([3, "w"], "int and str keys are mixed: [3, 'w'].", "use one kind of key."),
+        ((True, A), TypeError, r": True \(bool\) is no key: keys are int or str\.\n  Fix: use an int or a str"),
+        ((np.int64(3), A), TypeError, r": .*\(numpy\.int64\) is no key: keys are int or str\.\n  Fix: use int\(key\)"),
+        (([3, "w"], [A, B]), TypeError, r": int and str keys are mixed: \[3, 'w'\]\.\n  Fix: use one kind of key\."),
+        (("w", [[A]]), TypeError, r" 'w': value is a list, which is not an array of MXNet\.\n  Fix: "),
+        ((["v", "w"], [A]), InvalidRequestError, r": there are 2 keys, but value has 1 entries\.\n  Fix: "),
+        ((3, A, []), InvalidRequestError, r" \(key 3\): out is empty\.\n  Fix: "),
     ],
 )
-def test_wrong_keys(key, fact, fix):
-    with pytest.raises(TypeError) as caught:
-        groups(key, [A, B] if isinstance(key, list) else A)
-    text = str(caught.value)
-    assert text.startswith("[rank 1/4] pushpull: ")
-    assert fact in text
-    assert f"\n  Fix: {fix}" in text
-
-
-@pytest.mark.parametrize(
-    ("args", "error", "fact"),
-    [
-        (("w", [[A]]), TypeError, "pushpull 'w': value is a list, which is not an array of MXNet."),
-        ((["v", "w"], [A]), InvalidRequestError, "pushpull: there are 2 keys, but value has 1 entries."),
-        ((3, A, []), InvalidRequestError, "pushpull (key 3): out is empty."),
-    ],
-)
-def test_wrong_values(args, error, fact):
-    with pytest.raises(error) as caught:
+def test_wrong_keys_and_values(args, error, text):
+    with pytest.raises(error, match=rf"^\[rank 1/4\] pushpull{text}"):
         groups(*args)
-    assert str(caught.value).startswith(f"[rank 1/4] {fact}\n  Fix: ")
 
 
 @pytest.mark.parametrize(
@@ -106,10 +91,10 @@ def test_names():
     assert max(len(name.encode()) for name in (long, other, wire_name("s0", "ü" * 199))) <= 240
 
 
-@pytest.mark.parametrize("key", ["\ud800", 10**5000], ids=["surrogate", "too many digits"])
-def test_keys_that_cannot_be_written_down_are_refused_before_anything_is_submitted(key):
-    with pytest.raises(InvalidRequestError, match="cannot be written down"):
-        group_arguments(call(), ["a", key] if isinstance(key, str) else [1, key], [[1], [2]])
+def test_keys_that_cannot_be_written_down_are_refused_before_anything_is_submitted():
+    for keys in (["a", "\ud800"], [1, 10**5000]):
+        with pytest.raises(InvalidRequestError, match="cannot be written down"):
+            group_arguments(call(), keys, [[1], [2]])
 
 
 def test_priorities():

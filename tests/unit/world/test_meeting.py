@@ -42,7 +42,6 @@ def start(pool, world, create=memory, timeout_s=LONG_S, version="", payload=""):
 
 
 def connect(name, kind=socket.SOCK_SEQPACKET):
-    """Connect to the server as soon as there is one."""
     while True:
         stranger = socket.socket(socket.AF_UNIX, kind)
         stranger.settimeout(LONG_S)
@@ -186,13 +185,11 @@ def test_missing_ranks_are_named_on_every_rank_that_came(pool):
     four = worlds(4)
     leader = start(pool, four[0], timeout_s=0.5)
     second = start(pool, four[1])
-    with pytest.raises(LaunchError, match=r"\[rank 0/4\] ranks 2-3 did not arrive within 0.5 s") as caught:
+    told = r"(?s)^\[rank 0/4\] ranks 2-3 did not arrive within 0.5 s.*arrived: ranks 0-1.*KVHVD_START_TIMEOUT"
+    with pytest.raises(LaunchError, match=told):
         leader.result(LONG_S)
-    assert "arrived: ranks 0-1" in str(caught.value)
-    assert "KVHVD_START_TIMEOUT" in str(caught.value)
-    with pytest.raises(LaunchError, match="ranks 2-3 did not arrive") as caught:
+    with pytest.raises(LaunchError, match=r"(?s)^\[rank 1/4\] the start failed.*ranks 2-3 did not arrive"):
         second.result(LONG_S)
-    assert str(caught.value).startswith("[rank 1/4] the start failed")
 
 
 def test_a_peer_that_ends_meanwhile_is_named_at_once(pool):
@@ -221,16 +218,13 @@ def test_versions_that_differ_are_named_on_every_rank(pool):
     three = worlds(3)
     futures = [start(pool, world, version=version) for world, version in zip(three, ["1.0", "1.1", "1.0"])]
     for future in futures:
-        with pytest.raises(LaunchError, match="different versions") as caught:
+        with pytest.raises(LaunchError, match=r"(?s)different versions.*1\.0: ranks 0, 2.*1\.1: rank 1"):
             future.result(LONG_S)
-        assert "1.0: ranks 0, 2" in str(caught.value)
-        assert "1.1: rank 1" in str(caught.value)
 
 
 def test_the_name_does_not_show_job_or_secret():
     world = worlds(2)[0]
     name = socket_name(world)
     assert name.startswith(b"\0")  # abstract: no file
-    assert world.job.encode() not in name
-    assert world.secret not in name
+    assert not [each for each in (world.job.encode(), world.secret) if each in name]
     assert b"s" * 32 not in repr(world).encode()

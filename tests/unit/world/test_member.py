@@ -1,5 +1,6 @@
 """What a worker does with errors that nobody has read, and with a world that is declared lost."""
 
+import contextlib
 import logging
 
 import pytest
@@ -140,12 +141,9 @@ class _Inner(SetMember):
 
     def __init__(self, unread=None, lost=None):
         super().__init__([0, 1], 1)
-        self._unread = unread
-        self._lost = lost
-        self.reasons = []
+        self._unread, self._lost, self.reasons = unread, lost, []
 
     def leave(self, reason=""):
-        """Remember that it was."""
         self.reasons.append(reason)
         lost, self._lost = self._lost, None
         if lost is not None:
@@ -168,11 +166,8 @@ FIRST, SECOND, LOST = MismatchError("the first"), MismatchError("the second"), P
 def test_the_first_error_is_raised_and_the_others_are_logged(fake, members, raised, logged, caplog):
     with caplog.at_level(logging.ERROR, "kvstore_hvd"):
         process.current().sets = members
-        try:
+        with pytest.raises(KVHvdError) if raised else contextlib.nullcontext() as caught:
             process.current().shutdown()
-        except KVHvdError as error:
-            assert error is raised
-        else:
-            assert raised is None
+    assert raised is (caught and caught.value)
     assert [member.reasons for member in members] == [[""]] * len(members)
     assert [record.getMessage().rpartition("\n")[2] for record in caplog.records] == logged

@@ -1,8 +1,10 @@
 """Timelines without other workers: the parts, the trace that is made of them, and the life of a recording."""
 
 import os
+import re
 import signal
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -70,6 +72,9 @@ def test_a_part_says_who_wrote_it_and_when_it_is_complete(tmp_path):
     assert has_ended(part.path, "s")
     assert not has_ended(part.path, "another")
     assert not has_ended(part.path + "x", "s")
+    for text in ("", "[]\n", '{"format": 2}\n', '{"format": 1, "colour": 3}\n', "\0\n"):  # no part
+        (tmp_path / "x").write_text(text)
+        assert read_header(str(tmp_path / "x")) is None
 
 
 def test_two_cannot_write_one_part(tmp_path):
@@ -85,12 +90,6 @@ def test_two_cannot_write_one_part(tmp_path):
     assert read_header(first.path) == header(session="another")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-
-
-def test_what_is_no_part_is_known(tmp_path):
-    for text in ("", "[]\n", '{"format": 2}\n', '{"format": 1, "colour": 3}\n', "\0\n"):
-        (tmp_path / "x").write_text(text)
-        assert read_header(str(tmp_path / "x")) is None
 
 
 def test_an_operation_is_a_wait_and_a_reduction(tmp_path):
@@ -178,24 +177,19 @@ def test_what_a_worker_died_in_the_middle_of_is_left_out(tmp_path):
     assert Trace(target).about["lost_operations"] == 2
 
 
-def test_a_file_that_is_no_part_raises_and_changes_nothing(tmp_path):
-    target = tmp_path / "t"
+def test_a_trace_is_a_new_file(tmp_path):
+    """A link that lies where it is written first is removed, not followed. Without parts the old one stays."""
+    target, victim = tmp_path / "t", tmp_path / "victim"
     target.write_text("before")
-    (tmp_path / "other").write_text("{}")
-    for paths in ([], [str(tmp_path / "other")]):
+    victim.write_text("{}")
+    for paths in ([], [str(victim)]):
         with pytest.raises(ValueError, match="not a part"):
             write_trace(str(target), paths)
     assert target.read_text() == "before"
-
-
-def test_a_trace_is_a_new_file(tmp_path):
-    """A link that lies where it is written first is removed, not followed."""
-    target, victim = tmp_path / "t", tmp_path / "victim"
-    victim.write_text("mine")
     (tmp_path / f"t.{os.getpid()}.tmp").symlink_to(victim)
     part = write_part(target, header(0, 1), event())
     write_trace(str(target), [part])
-    assert (victim.read_text(), target.is_symlink()) == ("mine", False)
+    assert (victim.read_text(), target.is_symlink()) == ("{}", False)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["t", "victim", os.path.basename(part)])
 
 
@@ -233,7 +227,7 @@ def test_a_path_that_cannot_be_written_raises(tmp_path, bad, monkeypatch):
 
 
 def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, caplog):
-    busy = Busy()
+    busy = Mock(**{"take_timeline.return_value": ([event()], 0)})  # has always completed an operation
     recorder = Recorder()
     recorder.start(tmp_path / "t", False, None, ALONE)
     recorder.joined(busy, ALONE)
@@ -241,21 +235,5 @@ def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, cap
     recorder._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
     recorder.finish()
     assert not recorder.is_recording
-    assert busy.recording is False
-    assert "No space left" in caplog.text
-    assert "python -m kvstore_hvd.timeline merge" in caplog.text
-
-
-class Busy:
-    """Has always completed an operation."""
-
-    recording = None
-
-    def start_timeline(self, capacity):
-        self.recording = True
-
-    def stop_timeline(self):
-        self.recording = False
-
-    def take_timeline(self):
-        return [event()], 0
+    busy.stop_timeline.assert_called()
+    assert re.search(r"(?s)No space left.*python -m kvstore_hvd\.timeline merge", caplog.text)

@@ -17,46 +17,37 @@ from kvstore_hvd.native import Missed, Waiting
 from kvstore_hvd.world.stall import StallInspector, program_line, python_stacks
 from kvstore_hvd.world.topology import Host, Topology
 from support.fake_native import FakeAdapter, FakeConnection
-from support.patience import patient
+from support.patience import until
 
 
 class World(FakeConnection):
     """Answers what the test has set; every rank is this process unless `pids` says otherwise."""
 
-    def __init__(self, size):
+    def __init__(self):
         super().__init__(FakeAdapter())
-        self.answer = []
-        self.late_for = []
-        self.pids = {}
+        self.answer, self.late_for, self.pids = [], [], {}
 
     def waiting(self, age_s):
-        """As set."""
         return self.answer if self.answer is None else [one for one in self.answer if one.age_s >= age_s]
 
     def missed(self, most):
-        """As set."""
-        return self.late_for if self.late_for is None else self.late_for[:most]
+        return self.late_for[:most]
 
     def tell_line(self, line, callers):
-        """Where this test is."""
         self.line = line
 
     def process(self, rank):
-        """A process that lives."""
         pid = self.pids.get(rank, os.getpid())
         return pid, f"rank {rank} (node, pid {pid})"
 
 
 class Stage:
-    """One rank's inspector and what it logs."""
-
     def __init__(self, records, rank=0, size=4, check_s=60.0, shutdown_s=0.0, **of_set):
-        self.world, self.records = World(size), records
+        self.world, self.records = World(), records
         topology = Topology.of(rank, [Host.here()] * size, source="launcher", **of_set)
         self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
 
     def look(self, now):
-        """Look once; returns what was logged."""
         del self.records[:]
         assert self.inspector.look(now)
         return list(self.records)
@@ -141,10 +132,7 @@ def test_the_lowest_rank_that_waits_speaks(stage):
         here = stage(rank)
         here.world.answer = [waiting(0, 61, late)]
         assert bool(here.look(0)) == speaks, (rank, late)
-
-
-def test_a_stall_inside_the_collective(stage):
-    here = stage()
+    here = stage()  # a stall inside the collective
     here.world.answer = [waiting(0, 61, (2,), True), waiting(1, 61, (), True)]
     text = here.look(0)[0]
     assert "allreduce 'w0' (key 0): 61 s, submitted by all; rank 2 stopped inside it" in text
@@ -205,13 +193,6 @@ def test_a_late_rank_names_what_it_missed_and_where_it_is(stage):
             assert "in test_a_late_rank_names_what_it_missed_and_where_it_is" in text
     assert reported == [60, 120, 180, 240]
     assert here.world.line.endswith(" in look")
-
-
-def until(condition):
-    end = time.monotonic() + patient(30)
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_a_report_that_fails_ends_the_reports_only(stage):

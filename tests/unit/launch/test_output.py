@@ -1,8 +1,10 @@
-"""What people and programs are told of a job: event log, status line, files; readers that stand still or go away."""
+"""What is told of a job: its workers' lines, event log, status line, files; readers that stand still or go away."""
 
 import contextlib
 import json
 import os
+import random
+import re
 import time
 from argparse import Namespace
 
@@ -10,12 +12,97 @@ import pytest
 
 from kvstore_hvd.base.channel import Poller
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch.output import Output
+from kvstore_hvd.launch.output import LineStream, Output, Sink, Tail
 
 pytestmark = pytest.mark.alike
 
 LIMIT_S = 60
 NOT_COMPLETE = "the event log cannot be written: it takes too long. What follows is lost there."
+
+
+# -- Lines of workers --------------------------------------------------------------------------------------------------
+
+
+def streams(count, **more):
+    """Of workers to one sink, which is not flushed here."""
+    sink = Sink(2, "")
+    return sink, [LineStream(sink, f"[{rank}] ".encode(), **more) for rank in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("fed", "written"),
+    [
+        ([(0, b"one "), (1, b"uno\ndos "), (0, b"line\n"), (1, b"tres\n")], b"[1] uno\n[0] one line\n[1] dos tres\n"),
+        # An unfinished line that was interrupted gets its prefix again.
+        ([(0, b"name? "), (0, b""), (1, b"hello\n"), (0, b"thanks\n")], b"[0] name? \n[1] hello\n[0] thanks\n"),
+        ([(0, b"10%\r20%\r"), (0, b"30%\r\n")], b"[0] 10%\r[0] 20%\r[0] 30%\r\n"),
+        ([(0, b"50%\r60%"), (1, b"done\n")], b"[0] 50%\r\n[1] done\n"),
+    ],
+)
+def test_lines_of_workers_do_not_tear(fed, written):
+    sink, both = streams(2)
+    for rank, data in fed:
+        both[rank].feed(data) if data else both[rank].flush()
+    assert bytes(sink.pending) == written
+
+
+def test_times_stand_before_lines():
+    sink, (stream,) = streams(1, timestamps=True)
+    stream.feed(b"one\ntwo\nth")
+    stream.feed(b"ree\n")
+    time = rb"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \[0\] "
+    assert re.fullmatch(time + b"one\n" + time + b"two\n" + time + b"three\n", sink.pending)
+
+
+def test_binary_junk_passes_whatever_the_cuts():
+    seed = random.randrange(2**32)
+    rng = random.Random(seed)
+    data = bytes(rng.choice(b"\r\n\0\xff\x80ab") for _ in range(3000))
+    (whole, (a,)), (cut, (b,)) = streams(1), streams(1)
+    without = LineStream(plain := Sink(2, ""), b"")
+    for stream in (a, without):
+        stream.feed(data)
+    rest = data
+    while rest:
+        size = rng.randrange(1, 20)
+        b.feed(rest[:size])
+        rest = rest[size:]
+    for stream in (a, b, without):
+        stream.flush()
+    assert whole.pending == cut.pending, f"seed {seed}"
+    assert bytes(plain.pending) == data, f"seed {seed}"
+
+
+def test_the_tail_is_bounded_and_knows_progress_bars():
+    tail = Tail()
+    stream = LineStream(Sink(2, ""), b"", tail.add)
+    for number in range(100):
+        stream.feed(b"line %d\n" % number)
+    stream.feed(b"10%\r20%\r\nlast")
+    stream.flush()
+    assert tail.lines()[-3:] == ["line 99", "20%", "last"]
+    assert len(tail.lines()) <= 21
+    stream.feed(b"y" * 100_000 + b"\n")
+    assert len("".join(tail.lines())) <= 8192
+
+
+def test_the_tail_leaves_out_what_python_ignores():
+    cause = [b"Traceback (most recent call last):", b'  File "train.py", line 3', b"ValueError: mine"]
+    ignored = [b"Exception ignored in atexit callback: <function f>", *cause[:2]]
+    ours = [b"kvstore_hvd.errors.PeerLostError: [rank 1/2] lost.", b"  Fix: restart the job."]
+    theirs = [b"mxnet.base.MXNetError: Traceback (most recent call last):", b"  File x.cc", b"MXNetError: Check failed"]
+    for text, shown in (
+        ([*cause, *ignored, *ours], cause),
+        ([*cause, *ignored, *theirs, *ignored, *ours], cause),
+        ([*ignored, *ours, *cause], cause),
+        ([*ignored, *theirs, b"last"], [b"last"]),
+    ):
+        tail = Tail()
+        LineStream(Sink(2, ""), b"", tail.add).feed(b"\n".join([*text, b""]))
+        assert tail.lines() == [line.decode() for line in shown]
+
+
+# -- Readers and files -------------------------------------------------------------------------------------------------
 
 
 def output_to(folder=None, count=0, event_log=None, ranks=None):
@@ -50,36 +137,36 @@ def test_one_object_a_line(tmp_path):
         output_to(event_log="/no/such/log")
 
 
-def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(tmp_path):
+@pytest.fixture
+def pipe(tmp_path):
+    """The path of a pipe, and a descriptor that reads it."""
     path = str(tmp_path / "pipe")
     os.mkfifo(path)
     with pytest.raises(LaunchError, match="is a pipe that nobody reads"):
         output_to(event_log=path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    yield path, reader
+    os.close(reader)
+
+
+def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(pipe):
+    path, reader = pipe
     output = output_to(event_log=path)
-    for number in range(20_000):
-        output.log("many", {"number": number, "text": "x" * 60})
+    for number in range(500):
+        output.log("many", {"number": number, "text": "x" * 2500})
     output.step()
     assert output.pending
     data = written(output, lambda: read_now(reader))  # it reads again
     assert output.take_lost() == []
-    assert [json.loads(line)["number"] for line in data.splitlines()] == list(range(20_000))
-    for _ in range(60_000):  # more than is kept in memory
-        output.log("many", {"text": "x" * 60})
+    assert [json.loads(line)["number"] for line in data.splitlines()] == list(range(500))
+    for _ in range(2000):  # more than is kept in memory
+        output.log("many", {"text": "x" * 5000})
     assert (output.pending, output.take_lost()) == (False, [(False, NOT_COMPLETE)])
-    os.close(reader)
-
-
-def test_an_event_log_that_nobody_reads_at_the_end(tmp_path):
-    path = str(tmp_path / "pipe")
-    os.mkfifo(path)
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     output = output_to(event_log=path)
     output.log("long", {"text": "x" * 100_000})
     output.step()
-    output.finish_log()
+    output.finish_log()  # nobody reads at the end
     assert (output.pending, output.take_lost()) == (False, [(False, NOT_COMPLETE)])
-    os.close(reader)
 
 
 def read_now(fd):
@@ -94,8 +181,7 @@ def test_a_full_disk_is_told_once():
         output.log(event, {})
         written(output)
     text = "the event log cannot be written: No space left on device. What follows is lost there."
-    assert output.take_lost() == [(False, text)]
-    assert output.take_lost() == []
+    assert [output.take_lost(), output.take_lost()] == [[(False, text)], []]
 
 
 def test_ranks_that_are_not_shown_are_kept_all_the_same(capfd, tmp_path):
