@@ -158,6 +158,10 @@ def _contribute(world: Member, missed: Missed) -> native.Work:
     if what is None or what.collective != "allreduce":
         called = "This operation" if what is None else what.collective.capitalize()
         return _refuse(world, missed, label, f"{called} is not supported with Join at this time.")
+    # The factor is for this worker's values, too: those that change no product, minimum or maximum would change.
+    if {"product": what.prescale != 1.0, "min": what.prescale <= 0.0, "max": what.prescale <= 0.0}.get(what.op, False):
+        factor = f"{what.op.capitalize()} with prescale_factor {what.prescale:g}"
+        return _refuse(world, missed, label, f"{factor} is not supported with Join at this time.")
     memory = _neutral(what.op, what.dtype, what.count)
     place, kind = [memory.ctypes.data], (what.shape, what.dtype, what.op, what.prescale, what.postscale)
     request = native.Request("allreduce", name, label, place, place, *kind, as_half=what.as_half, group=what.group)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Union
 
 from kvstore_hvd import gpu
@@ -65,7 +65,8 @@ def init(comm: Any = None, process_sets: Union[Sequence[sets.ProcessSet], str, N
         The environment has settings that cannot be used.
     """
     dynamic = isinstance(process_sets, str) and process_sets.lower() == "dynamic"
-    chosen: list[Any] = [] if dynamic or process_sets is None else list(process_sets)
+    given: Any = () if dynamic or process_sets is None else process_sets
+    chosen = list(given) if isinstance(given, Iterable) else [given]
     if not all(isinstance(each, sets.ProcessSet) for each in chosen):
         fix = "pass a list of hvd.ProcessSet, or 'dynamic'."
         raise InvalidRequestError(message(f"process_sets is {process_sets!r}.", operation="init", fix=fix))

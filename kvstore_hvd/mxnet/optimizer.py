@@ -184,7 +184,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         As `DistributedTrainer`.
     """
 
-    #: For the hooks, see mxnet_compat/optimizer.py.
+    #: For the hooks, see mxnet_compat/exchangers.py.
     _kvstore_hvd_synchronised = True
 
     def __init__(

@@ -10,6 +10,7 @@ the same table. So all of them add the same sets, or none does.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional, Union
@@ -359,8 +360,8 @@ def _check_dynamic(operation: str) -> None:
 def _check_ranks(ranks: Any) -> list[int]:
     fix = "pass a list of different ranks, or an mpi4py communicator."
     try:
-        checked = sorted(int(rank) for rank in ranks)
-    except (TypeError, ValueError):
+        checked = sorted(map(operator.index, ranks))
+    except TypeError:
         raise InvalidRequestError(message(f"{ranks!r} is no list of ranks.", operation="ProcessSet", fix=fix)) from None
     if len(set(checked)) != len(checked):
         raise InvalidRequestError(message(f"{checked} names a rank twice.", operation="ProcessSet", fix=fix))

@@ -19,6 +19,7 @@ ask for such space, in the program's thread: hence all workers must apply their 
 
 from __future__ import annotations
 
+import copy as copying
 import dataclasses
 import itertools
 import weakref
@@ -182,13 +183,17 @@ class SyncBatchNorm(mx.gluon.nn.BatchNorm):
 class _StatisticsExchange:
     """The exchanges of one layer. Every worker must make its layers in the same order."""
 
-    def __init__(self, process_set: ProcessSet, parameter: Any) -> None:
-        self._process_set = process_set
-        self._parameter = parameter
+    def __init__(self, process_set: ProcessSet, parameter: Any, number: object = None) -> None:
+        self._process_set, self._parameter, self._copies = process_set, parameter, itertools.count()
         # Kept by the set itself: which sets are equal depends on the world, since the global one's ranks do.
-        self._number = next(vars(process_set).setdefault("_layers", itertools.count()))
+        count = vars(process_set).setdefault("_layers", itertools.count())
+        self._number = next(count) if number is None else number
         self.key = next(_keys)
         _exchanges[self.key] = self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _StatisticsExchange:
+        number = f"{self._number}.{next(self._copies)}"  # layers that are made later keep their numbers
+        return _StatisticsExchange(self._process_set, copying.deepcopy(self._parameter, memo), number)
 
     def check(self) -> Collective:
         """The call of a forward pass, which raises here if it cannot be made."""

@@ -72,7 +72,8 @@ def count_on_own_devices(trainer: Any) -> None:
 def key_of(trainer: Any, param: Any) -> int:
     """What a Trainer calls a parameter on its store."""
     key: int = trainer._param2idx[param._uuid if hasattr(param, "_uuid") else param.name]  # MXNet 2, MXNet 1
-    return key
+    # In MXNet 1 parameters of one name are one entry there.
+    return key if trainer._params[key] is param else [each is param for each in trainer._params].index(True)
 
 
 def labels_of(trainer: Any) -> dict[int, str]:

@@ -122,6 +122,20 @@ def test_what_is_not_supported(rank, size):
     assert hvd.allgather(mx.nd.ones((1, 2))).shape == (size, 2)
 
 
+def test_factors(rank, size):
+    """Those that would make the values of a worker that has joined count in an extreme or a product."""
+    if rank == size - 1:
+        x = mx.nd.array([2, 4])
+        for op, factor in ((hvd.Product, 2.0), (hvd.Min, -1.0), (hvd.Max, 0.0)):
+            if size > 1:
+                with pytest.raises(InputFailedError, match=f"with prescale_factor {factor:g} is not supported"):
+                    hvd.allreduce(x, op=op, prescale_factor=factor).asnumpy()
+        for op in (hvd.Min, hvd.Max):
+            assert hvd.allreduce(x, op=op, prescale_factor=2.0).asnumpy().tolist() == [4, 8]
+        assert hvd.allreduce(x, op=hvd.Product, postscale_factor=2.0).asnumpy().tolist() == [4, 8]
+    assert hvd.join() == size - 1
+
+
 @pytest.mark.needs(3)
 def test_within_a_process_set(dynamic, rank, size):
     """Who is not a member is not concerned; ranks are those among all workers."""

@@ -52,7 +52,7 @@ def test_sets_without_a_world_know_their_ranks():
     assert hvd.ProcessSet([0]) != hvd.ProcessSet([1])
     new = hvd.ProcessSet([0, 1])
     assert (new.process_set_id, new.size(), new.rank(), new.included()) == (None, None, None, None)
-    for wrong in (3, "ab", [0, 0], [None]):
+    for wrong in (3, "01", [0, 0], [None], [1.5]):
         with pytest.raises(ValueError, match="ProcessSet: "):
             hvd.ProcessSet(wrong)
 

@@ -1,5 +1,8 @@
 """`hvd.SyncBatchNorm` against ``nn.BatchNorm`` in one process that has all the data."""
 
+import copy
+import gc
+
 import numpy as np
 import pytest
 
@@ -275,6 +278,20 @@ def test_process_set(rank, size, dynamic):
             block(array(data[rank]))
         expected = np.concatenate([data[each] for each in members]).mean(0) * 0.1
         np.testing.assert_allclose(block.running_mean.data().asnumpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+@each_way
+def test_copy(rank, size, hybridize):
+    """A copy is a layer of its own, which does not need the first one."""
+    first = layer(hvd.SyncBatchNorm, in_channels=3, hybridize=hybridize)
+    second, third = copy.deepcopy(first), copy.deepcopy(first)
+    del first
+    gc.collect()
+    data = batches(size, (4, 3))
+    for block in (second, third):
+        train(block, data[rank], data[rank])
+        mean = np.concatenate(data).mean(0) * 0.1
+        np.testing.assert_allclose(block.running_mean.data().asnumpy(), mean, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.needs(2)

@@ -346,6 +346,23 @@ def test_gradients_that_are_stale_on_one_device(rank, size, who):
         np.testing.assert_allclose(before - weight.asnumpy(), 2.0 + 2.0 / size, rtol=1e-6)
 
 
+@pytest.mark.skipif(is_mxnet_2(), reason="there all parameters have few names")
+def test_stale_gradients_of_parameters_of_one_name(rank, size):
+    """Only the one that is stale on all workers is left out."""
+    nets = [mx.gluon.nn.Dense(1, in_units=1, use_bias=False, prefix="same_") for _ in range(2)]
+    for net in nets:
+        net.initialize(mx.init.One())
+    trained = [each for net in nets for each in parameters(net)]
+    trainer = mx.gluon.Trainer(trained, "sgd", {"learning_rate": 1.0}, kvstore=mx.kv.create("horovod"))
+    for net in (nets[1], nets[0], nets[1]):
+        with mx.autograd.record():
+            loss = net(array(np.full((1, 1), rank + 1, np.float32))).sum()
+        loss.backward()
+        trainer.step(1, ignore_stale_grad=True)
+    total = size * (size + 1) / 2
+    assert [each.data().asscalar() for each in trained] == [1.0 - total, 1.0 - 2 * total]
+
+
 @pytest.mark.parametrize("how", ["split", "skipped", "overflow"])
 def test_stale_gradients_after_other_updates(rank, how):
     """After an update that did not ignore stale gradients, or one that was skipped, by the program or by AMP."""
