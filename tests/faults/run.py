@@ -219,16 +219,18 @@ def run(job: Job) -> Outcome:
     return Outcome(job, test, failure, time.monotonic() - began)
 
 
-def jobs_for(patches: list[Path]) -> list[Job]:
-    """The tests of all patches without a fault, a job for each tier, then a job for each patch."""
-    faults = [
-        Job(each.stem, each.read_text().partition("\n")[0].removeprefix("tests:").split(), each) for each in patches
-    ]
-    tiers: dict[str, list[str]] = {}
-    for test in sorted({test for fault in faults for test in fault.tests}):
+def without(outcomes: list[Outcome]) -> list[Job]:
+    """The tests that noticed the faults, to be run without one: a job for each tier."""
+    tiers: dict[str, set[str]] = {}
+    for _, test, failure, _ in outcomes:
         tier = test.partition("/")[0]
-        tiers.setdefault(test if tier.startswith("native") else tier, []).append(test)
-    return [*(Job(f"without-{tier.replace('/', '-')}", tests) for tier, tests in tiers.items()), *faults]
+        if tier.startswith("native"):
+            tiers[test] = {test}
+        else:
+            path, colons, name = failure.partition("[")[0].partition("::")
+            noticed = f"{tier}/{path.partition('/')[2]}::{name}" if colons else test
+            tiers.setdefault(tier, set()).add(noticed)
+    return [Job(f"without-{tier.replace('/', '-')}", sorted(tests)) for tier, tests in tiers.items()]
 
 
 def main() -> int:
@@ -250,7 +252,7 @@ def main() -> int:
         return 0
     os.environ.update(KVHVD_TIMEOUT="20", OMP_NUM_THREADS="1", KVHVD_BUILD_JOBS="1")
     must(*BUILD)
-    jobs = jobs_for(patches)
+    jobs = [Job(each.stem, each.read_text().split("\n")[0].removeprefix("tests:").split(), each) for each in patches]
     targets = {test.partition("/")[2] for job in jobs for test in job.tests if test.startswith("native")}
     if targets:
         objects = next((ROOT / "build").glob("temp.*"))
@@ -261,22 +263,24 @@ def main() -> int:
     import pytest  # noqa: F401
 
     gc.freeze()
-    caught: Counter[str] = Counter()
+    caught: list[Outcome] = []
     survived, red = [], []
     with ProcessPoolExecutor(options.lanes, get_context("fork")) as pool:
         for done in as_completed([pool.submit(run, job) for job in jobs]):
-            job, test, failure, seconds = done.result()
-            is_test = bool(failure) and not failure.startswith("(")
-            if job.patch is None:
-                red += [f"{job.name}: {failure}"] if failure else []
-                text = f"FAILS WITHOUT A FAULT: {failure}" if failure else "passed"
-            else:
-                caught.update([re.split("[-/@]", test)[0]] if is_test else [])
-                survived += [] if is_test else [job.name]
-                text = failure if is_test else f"SURVIVED {failure}"
+            outcome = done.result()
+            is_test = bool(outcome.failure) and not outcome.failure.startswith("(")
+            (caught if is_test else survived).append(outcome)
+            text = outcome.failure if is_test else f"SURVIVED {outcome.failure}"
+            print(f"{outcome.seconds:4.0f} s  {outcome.job.name}: {text}", flush=True)
+        for done in as_completed([pool.submit(run, job) for job in without(caught)]):
+            job, _, failure, seconds = done.result()
+            red += [f"{job.name}: {failure}"] if failure else []
+            text = f"FAILS WITHOUT A FAULT: {failure}" if failure else "passed"
             print(f"{seconds:4.0f} s  {job.name}: {text}", flush=True)
-    tiers = ", ".join(f"{tier} {count}" for tier, count in caught.items())
-    print(f"caught {sum(caught.values())} of {len(patches)}: {tiers}; survived: {' '.join(survived) or 'none'}")
+    counts = Counter(re.split("[-/@]", outcome.test)[0] for outcome in caught)
+    tiers = ", ".join(f"{tier} {count}" for tier, count in counts.items())
+    names = " ".join(outcome.job.name for outcome in survived)
+    print(f"caught {len(caught)} of {len(patches)}: {tiers}; survived: {names or 'none'}")
     print(*red, sep="\n")
     return 1 if survived or red else 0
 

@@ -81,9 +81,45 @@ const bool awake = testing::add("no sleep ends by its limit while there is somet
         auto last = values_of(rank, 3);
         check(engine.run(allreduce("last", last)).ok(), "the last one");
       }
+      // One rank comes when the others have been asleep for long.
+      for (int round = 0; round < 20; ++round) {
+        auto data = values_of(rank, 20000);
+        if (round % engine.size() == rank) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+        check(engine.run(allreduce("late", data)).ok(), "a late one");
+      }
     });
     check_equal(missed_wakes.load(), before, "wake-ups that were missed");
   }
+});
+
+// While a callback holds up the thread that makes progress, the tensors gather, and travel together.
+const bool fused_devices = testing::add("arrays of two devices of a rank are added, also where tensors are fused", [] {
+  std::atomic<int> submitted{0};
+  const auto body = [&](Engine& engine, int rank) {
+    std::vector<float> gate(100);
+    Request first = allreduce("gate", gate);
+    first.on_done = [&](const Status&) {
+      while (submitted < 2) std::this_thread::yield();
+    };
+    std::vector<std::vector<float>> one(20), other(20);
+    std::vector<std::shared_ptr<Work>> works{engine.submit(std::move(first))};
+    for (std::uint32_t t = 0; t < one.size(); ++t) {
+      one[t] = values_of(rank, 100, t);
+      other[t].assign(100, static_cast<float>(t));
+      Request request = allreduce("t" + std::to_string(t), one[t]);
+      request.inputs.push_back(other[t].data());
+      request.outputs.push_back(other[t].data());
+      works.push_back(engine.submit(std::move(request)));
+    }
+    ++submitted;
+    for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
+    for (std::uint32_t t = 0; t < one.size(); ++t) {
+      const auto local = [t](int r, std::size_t i) { return value_of(r, i, t) + static_cast<float>(t); };
+      const auto sum = [&](std::size_t i) { return local(0, i) + local(1, i); };
+      check(same_bits(one[t], sum) && same_bits(other[t], sum), "tensor " + std::to_string(t));
+    }
+  };
+  with_world(2, body, std::chrono::seconds(60), 0, parse_thresholds("inlined=0"));
 });
 
 const bool callbacks = testing::add("on_done is called exactly once, also for what fails", [] {

@@ -1,4 +1,8 @@
 // Exchange and reduce-scatter: who gets what, at any size and number of ranks, beside other operations.
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <random>
 #include <string>
 
@@ -136,6 +140,35 @@ const bool mixed = testing::add("all collectives at once, in any order of submis
       }
     });
   }
+});
+
+// In a child: memory that cannot be read lies behind the array.
+const bool short_arrays = testing::add("nothing is read behind an array that is shorter than the others'", [] {
+  constexpr std::size_t kShort = 5000, kLong = 200000, kPage = 4096;
+  constexpr std::size_t kBytes = (kShort * sizeof(float) + kPage - 1) / kPage * kPage;
+  const pid_t child = fork();
+  if (child == 0) {
+    auto* const pages =
+        static_cast<char*>(mmap(nullptr, kBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(pages + kBytes, kPage, PROT_NONE);
+    with_world(2, [&](Engine& engine, int rank) {
+      const auto mine = values_of(rank, rank == 0 ? kShort : kLong);
+      std::vector<float> output(kShort + kLong);
+      Request request = transfer(Collective::kExchange, "x", mine, output, kLong);
+      if (rank == 0) {
+        request.inputs = {std::memcpy(pages + kBytes - kShort * sizeof(float), mine.data(), kShort * sizeof(float))};
+      }
+      request.parts = {Part{0, 0, kShort * sizeof(float), 0},
+                       Part{1, 0, kLong * sizeof(float), kShort * sizeof(float)}};
+      check(engine.run(std::move(request)).ok(), "run");
+      check(same_bits(output, [=](std::size_t i) { return i < kShort ? value_of(0, i) : value_of(1, i - kShort); }),
+            "the arrays, one after the other");
+    });
+    _exit(testing::failures == 0 ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child: " + std::to_string(status));
 });
 
 const bool checked = testing::add("what a rank can see to be wrong fails on every rank", [] {

@@ -10,6 +10,7 @@
 #include <map>
 #include <random>
 #include <string>
+#include <tuple>
 
 #include "check.hpp"
 #include "link/link.hpp"
@@ -37,7 +38,9 @@ class Script final : public Transport {
     std::vector<char> stream;          // of records
     std::uint64_t own = 0, other = 0;  // numbers of the ends, see Mail
     bool has_greeted = false;
-    char* memory = nullptr;  // of the receive that waits
+    std::uint64_t build = 0;
+    std::vector<char> earlier;  // records for an earlier attempt of the tested host, before all others
+    char* memory = nullptr;     // of the receive that waits
     std::size_t room = 0;
   };
 
@@ -94,16 +97,18 @@ class Script final : public Transport {
     if (is_cancelled[transfer]) return kHead;
     if (peer.other == 0 || (peer.has_greeted && peer.stream.empty())) return 0;
     std::size_t bytes = 0;
-    if (std::exchange(peer.has_greeted, true)) {
+    if (peer.earlier.empty() && std::exchange(peer.has_greeted, true)) {
       bytes = std::min(peer.stream.size(), peer.room - kHead);
       if (!in_one_message && bytes > 1 && random() % 2 == 0) bytes = 1 + random() % (random() % 2 == 0 ? 64 : bytes);
       bytes = std::min(bytes, peer.stream.size());
     }
-    const std::uint64_t head[4] = {0, peer.own, peer.other,
+    std::vector<char>& stream = peer.earlier.empty() ? peer.stream : peer.earlier;
+    if (&stream == &peer.earlier) bytes = stream.size();
+    const std::uint64_t head[4] = {peer.build, peer.own, &stream == &peer.earlier ? ~0ULL : peer.other,
                                    bytes + static_cast<std::uint64_t>(bytes > 0 ? too_many : 0)};
     std::memcpy(peer.memory, head, kHead);
-    std::copy_n(peer.stream.begin(), bytes, peer.memory + kHead);
-    peer.stream.erase(peer.stream.begin(), peer.stream.begin() + static_cast<std::ptrdiff_t>(bytes));
+    std::copy_n(stream.begin(), bytes, peer.memory + kHead);
+    stream.erase(stream.begin(), stream.begin() + static_cast<std::ptrdiff_t>(bytes));
     return kHead + bytes;
   }
 };
@@ -511,6 +516,48 @@ const bool refused = testing::add("each record that no host of this version send
   const Outcome outcome = run(script, 1, {x}, true);
   check(outcome.text.find("host testhost (rank 3) sent what is no record") == 0,
         "an order of another host than the first");
+});
+
+const bool watched = testing::add("a host is lost that is silent, of another build, or has started over", [] {
+  using Peer = Script::Peer;
+  const char* const silent = "host testhost (ranks 1-2) has not been heard of for 0 s";
+  const auto left = [](Peer& peer, std::vector<int> ranks) {
+    Beat beat;
+    beat.left = std::move(ranks);
+    beat.append_to(peer.stream);
+  };
+  const std::tuple<const char*, std::function<void(Peer&)>, std::string> all[] = {
+      {"silent", [](Peer&) {}, silent},
+      {"one of its ranks has left", [&](Peer& peer) { left(peer, {1}); }, silent},
+      {"mail of an earlier attempt",
+       [](Peer& peer) {
+         Beat beat;
+         beat.error = ErrorCode::kPeerLost;
+         beat.text = "the earlier world is lost";
+         beat.append_to(peer.earlier);
+       },
+       silent},
+      {"another build", [](Peer& peer) { peer.build = 1; }, "run different versions of kvstore_hvd"},
+  };
+  for (const auto& [name, change, expected] : all) {
+    const auto script = std::make_shared<Script>(0);
+    change(script->peers[1]);
+    left(script->peers[2], {3});  // all of its ranks: nobody waits for it
+    const Placement placement{{0}, {1, 2}, {3}};
+    const auto segment = Segment::create(1, 0, {}, {}, std::nullopt, Hosts{0, placement, test_processes(placement)});
+    LinkOptions options;
+    options.silence = std::chrono::milliseconds(300);
+    Link link(segment, script, options);
+    const Failure& failure = segment->world().failure;
+    for (int i = 0; i < 5000 && !failure.is_set(); ++i) {
+      link.step(Clock::now());
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    const std::string text = failure.is_set() ? failure.fact() : "not lost";
+    check(text.find(expected) != std::string::npos, name + std::string(": ") + text);
+    while (!link.close()) {
+    }
+  }
 });
 
 const bool first_failure = testing::add("who fails and leaves has failed, though more is complete there than here", [] {

@@ -182,6 +182,43 @@ const bool apart = testing::add("what has another root, or is another operation,
   }
 });
 
+const bool fits = testing::add("what is fused fits in the staging memory", [] {
+  const auto segment = Segment::create(2, 0, all_scheduled());
+  World& world = segment->world();
+  for (int i = 0; i < 30; ++i) make_ready(world, "t" + std::to_string(i), 8000 + 1000 * static_cast<std::size_t>(i), 0);
+  Alarm alarm(world, 0, std::chrono::seconds(10));
+  Schedule schedule(world, alarm);
+  Entry entry;
+  bool is_fused = false;
+  for (std::uint32_t i = 0; schedule.fetch(i, entry); ++i) {
+    check(entry.staged_bytes <= world.layout.stage_bytes, std::to_string(entry.staged_bytes) + " bytes");
+    is_fused = is_fused || entry.n_pieces > 1;
+  }
+  check(is_fused, "some are");
+});
+
+const bool batches = testing::add("a batch of a device has one way to combine", [] {
+  const std::pair<const char*, std::function<void(Signature&)>> all[] = {
+      {"collective", [](Signature& one) { one.collective = Collective::kBroadcast; }},
+      {"dtype", [](Signature& one) { one.dtype = DType::kInt32; }},
+      {"op", [](Signature& one) { one.op = ReduceOp::kMax; }},
+      {"compression", [](Signature& one) { one.as_half = 1; }},
+      {"root", [](Signature& one) { one.root = 1; }},
+      {"prescale", [](Signature& one) { one.prescale = 2.0; }},
+      {"postscale", [](Signature& one) { one.postscale = 2.0; }},
+  };
+  for (const auto& [what, change] : all) {
+    const auto segment = Segment::create(2, 0, all_scheduled());
+    World& world = segment->world();
+    make_ready(world, "one", 10, 2, false, true);
+    make_ready(world, "alike", 10, 1, false, true);
+    change(world.slots[make_ready(world, "other", 10, 0, false, true)].agreed);
+    Alarm alarm(world, 0, std::chrono::seconds(10));
+    Entry entry;
+    check(Schedule(world, alarm).fetch(0, entry) && entry.n_pieces == 2, what);
+  }
+});
+
 const bool devices =
     testing::add("devices get the next batch once all have begun the last, and in order of priority", [] {
       const auto segment = Segment::create(3, 0, all_scheduled());

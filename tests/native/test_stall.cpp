@@ -179,6 +179,40 @@ const bool inside = testing::add("a rank that stops inside the collective is the
   check(engine.missed(kMost).has_value() && engine.missed(kMost)->empty(), "nor who is late");
 });
 
+const bool no_slot = testing::add("an operation for which others leave no slot fails at the timeout", [] {
+  const auto segment = Segment::create(2);
+  Ghost ghost(*segment, 1);
+  Engine engine(segment, 0, thread_options(std::chrono::seconds(1)));
+  auto data = values_of(0, 10);
+  for (int i = 0; i < kSlots; ++i) ghost.announce(allreduce("t" + std::to_string(i), data));
+  const auto work = engine.submit(allreduce("one too many", data));
+  const bool is_over = engine.wait(*work, std::chrono::seconds(20));
+  if (!is_over) engine.abort("the test is over");
+  check(engine.wait(*work).code() == ErrorCode::kTimeout, work->status().text());
+  check(work->status().text().find("for one of " + std::to_string(kSlots) + " tensors in flight") != std::string::npos,
+        work->status().text());
+});
+
+const bool stood_still = testing::add("the time in which this process did not run is no time of waiting", [] {
+  using namespace std::chrono_literals;
+  for (const bool has_run : {true, false}) {
+    const auto segment = Segment::create(2);
+    World& world = segment->world();
+    Alarm alarm(world, 0, 10s);
+    const Messages messages(world, 0);
+    const auto begin = Clock::now() - 60s;
+    Standstills standstills(begin);
+    for (auto at = begin; has_run && at < Clock::now(); at += 500ms) standstills.look(at);
+    Pending pending(world, alarm, messages, standstills);
+    auto data = values_of(0, 10);
+    const auto work = std::make_shared<Work>(std::make_shared<const Request>(allreduce("t", data)));
+    pending.add(work, false);
+    work->since = begin;
+    const auto overdue = pending.overdue(thread_options(10s), [](std::uint32_t) { return false; });
+    check_equal(!overdue.fact.empty(), has_run, "a timeout");
+  }
+});
+
 const bool held_lock = testing::add("a peer that is stopped with the table's lock holds nobody up", [] {
   const auto segment = Segment::create(2);
   Engine engine(segment, 0, thread_options());
