@@ -73,7 +73,7 @@ def test_deferred_parameters(rank, size, twice):
     data = array(np.ones((2, 4), "float32"))
     for layer in layers:
         mx.random.seed(rank)
-        layer.initialize(mx.init.Normal(rank + 1.0))
+        layer.initialize(mx.init.Normal(rank + 1.0), ctx=[mx.cpu(0), mx.cpu(1)])
         hvd.broadcast_parameters(layer.collect_params(), root_rank=size - 1)
         if twice:
             hvd.broadcast_parameters(layer.collect_params(), root_rank=0)
@@ -81,7 +81,8 @@ def test_deferred_parameters(rank, size, twice):
         data = layer(data)
     data.wait_to_read()
     for i, layer in enumerate(layers):
-        assert_equal_on_all_ranks(weights(layer)[0], f"deferred/{twice}/{i}")
+        for device in range(2):
+            assert_equal_on_all_ranks(weights(layer, device)[0], f"deferred/{twice}/{i}/{device}")
 
 
 def test_copy_of_a_network_that_waits_for_its_shapes(rank, size):

@@ -92,7 +92,9 @@ def test_many_at_once(rank, size):
         named = [hvd.allreduce_(mx.nd.ones(each), op=hvd.Sum, name=f"n{each}") for each in reversed(sizes)]
         own = mx.nd.ones((7, 3))
         kv.pushpull(3, own)
-        for result in (*group, *named, own):
+        kv.set_gradient_compression({"type": "fp16"})
+        kv.pushpull(4, rounded := mx.nd.ones(5))
+        for result in (*group, *named, own, rounded):
             assert (result.asnumpy() == 1).all()
         assert kvstore_hvd.allreduce(np.arange(4), "numpy").tolist() == [0, 1, 2, 3]
         hvd.barrier()

@@ -1,6 +1,7 @@
 """Process sets: disjoint and overlapping ones, and the rules for adding and removing them."""
 
 import contextlib
+import pickle
 import re
 import time
 
@@ -65,6 +66,8 @@ def test_disjoint_sets(dynamic, rank, size):
     assert mine.included() and not other.included()
     assert (mine.rank(), other.rank()) == (rank // 2, -1)
     assert even.size() == (size + 1) // 2
+    copy = pickle.loads(pickle.dumps(even))
+    assert (copy == even, copy.process_set_id) == (True, None)
     x = mx.nd.array(contribution(rank, (7, 3), "float32"))
     for _ in range(3):
         assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=mine, name="x").asnumpy(), sum_of(mine.ranks))

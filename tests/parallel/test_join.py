@@ -60,6 +60,16 @@ def test_two_joinables_again_and_nested(rank, size):
     assert second.sums[-1:] == ([1] if size > 1 else second.sums[-1:])
 
 
+def test_the_outer_context_goes_on_behind_one_within_it(rank, size):
+    counter = Counter()
+    with Join([counter]):
+        with Join([counter], enable=False):
+            counter.count(1)
+        for _ in range(rank):
+            counter.count(1)
+    assert counter.sums == [size, *range(size - 1, 0, -1)]
+
+
 def test_an_exception_frees_the_others(rank, size):
     """They do not wait for a worker that left, and are told which one and why, be its text UTF-8 or not."""
     counter = Counter()

@@ -81,11 +81,12 @@ def test_rows_have_the_bits_of_dense_sums(rank, size, dtype):
 
 def test_indices_without_order_and_of_more_dimensions(kv, rank, size):
     """Results are sorted; a row that an array has twice is the sum of both; a row may have any shape, also none."""
-    rows = np.repeat(np.array([[3.0], [1.0], [1.0]], "float32"), WIDTH, axis=1)
-    x = mx.nd.sparse.row_sparse_array((rows, [4, 1, 4]), shape=(ROWS, WIDTH))
-    kv.pushpull(1, x)
-    assert x.indices.asnumpy().tolist() == [1, 4]
-    assert x.asnumpy()[:, 0].tolist() == [0, size, 0, 0, 4 * size, *[0] * 7]
+    for ids, values in (([4, 1, 4], [3, 1, 1]), ([4, 1], [4, 1])):
+        rows = np.repeat(np.array(values, "float32")[:, None], WIDTH, axis=1)
+        x = mx.nd.sparse.row_sparse_array((rows, ids), shape=(ROWS, WIDTH))
+        kv.pushpull(len(ids), x)
+        assert x.indices.asnumpy().tolist() == [1, 4]
+        assert x.asnumpy()[:, 0].tolist() == [0, size, 0, 0, 4 * size, *[0] * 7]
     for shape in ((5,), (5, 2, 2)):
         x = mx.nd.sparse.row_sparse_array((np.ones((1, *shape[1:]), "float32"), [rank]), shape=shape)
         kv.pushpull(str(shape), x)

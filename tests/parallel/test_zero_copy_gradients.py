@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from support.arrays import assert_same_bits, by_host, contribution, expected_sum
-from support.gluon import gradients, parameters, weights
+from support.gluon import array, gradients, parameters, weights
 from support.networks import BATCH, MODES, backward, batch, built, step, trainer_of
 from support.zero_copy import are_in_arena, both, gradient_bytes, zero_copy
 
@@ -55,6 +55,9 @@ def test_large_gradients(rank, size, count, elsewhere):
             weight.grad()[:] = contribution(rank, (count,), "float32")
             trainer.allreduce_grads()
             assert_same_bits(weight.grad().asnumpy(), expected_sum(size, (count,), "float32"))
+        weight.grad()[:] = 7  # as an output only
+        trainer._kvstore.pushpull("other", array(contribution(rank, (count,), "float32")), out=weight.grad())
+        assert_same_bits(weight.grad().asnumpy(), expected_sum(size, (count,), "float32"))
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -218,22 +218,24 @@ def test_what_fails_or_is_interrupted_keeps_the_last_commit(fault, monkeypatch):
 
 def test_assigning_replaces_and_saves_or_is_refused():
     """A new value is saved; one that cannot be saved changes nothing."""
-    one, two = make_net(), make_net()
+    one, two, three = make_net(), make_net(), make_net()
     sampler = ElasticSampler(range(4))
-    state = GluonState(one, sampler=sampler, other=None)
+    state = GluonState(one, make_trainer(one), sampler=sampler, other=None)
     scale(two, 3)
-    expected = values(two)
+    expected = values(two), values(three)
     state.net = two
     state.other = one
+    state.trainer = make_trainer(three)  # its parameters are in no network of the state
     for name, value in [("net", None), ("sampler", 5), ("net", sampler), ("sampler", one)]:
         with pytest.raises(InvalidRequestError, match=f"state '{name}': .* cannot take the place of"):
             setattr(state, name, value)
     with pytest.raises(InvalidRequestError, match="it has no values"):
         state.net = nn.Dense(2, in_units=2)
     scale(two, 2)
+    scale(three, 2)
     state.restore()
     assert (state.net, state.sampler) == (two, sampler)
-    assert values(two) == expected
+    assert (values(two), values(three)) == expected
 
 
 def test_registered_handlers():

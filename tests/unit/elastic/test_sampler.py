@@ -193,9 +193,9 @@ def run_epoch(place, seed):
         for number in range(len(batches[0])):
             steps = [of_rank[number] for of_rank in batches]
             since.update(index for step in steps for index in step)
-            for each, step in zip(world, steps):
+            for each in world:
                 if by_indices:
-                    each.record_indices(step)
+                    each.record_indices(each.get_indices(number, batch_size))
                 else:
                     each.record_batch(number, batch_size)
             assert all(each.state_dict() == world[0].state_dict() for each in world)

@@ -211,8 +211,10 @@ def test_options_of_a_file(config_file, monkeypatch, tmp_path):
     assert (given.verbose, given.no_prefix, given.bind_cores, given.output_filename) == (True, True, False, "out")
     assert (environ["KVHVD_START_TIMEOUT"], environ["HOROVOD_TIMELINE"]) == ("9.5", f"{tmp_path}/t.json")
     path = config_file("num-proc: 3\nstart-timeout: 9\nhosts: elsewhere:4\n")
-    made = plan("--config-file", path, "-np", "2", "--start-timeout", "7", "-H", "localhost:2", "true")
-    assert (made.settings.max_np, made.environment["KVHVD_START_TIMEOUT"]) == (2, "7")
+    (tmp_path / "hosts").write_text("localhost:2\n")
+    for named in (["-H", "localhost:2"], ["--hostfile", f"{tmp_path}/hosts"]):
+        made = plan("--config-file", path, "-np", "2", "--start-timeout", "7", *named, "true")
+        assert (made.settings.max_np, made.environment["KVHVD_START_TIMEOUT"]) == (2, "7")
     path = config_file("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 50\nslots: 2\nreset-limit: 4\n")
     settings = plan("--config-file", path, "--reset-limit", "9", "true").settings
     assert (settings.min_np, settings.max_np, settings.reset_limit, settings.cooldown) == (1, 3, 9, (5.0, 50.0))
@@ -228,8 +230,9 @@ def test_without_pyyaml(config_file, monkeypatch):
 def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
+    monkeypatch.setenv("KVHVD_TIMELINE", "other.json")  # workers look at this one first
     environ = plan("-np", "1", "--timeline-filename", "t.json", "true").environment
-    assert environ["HOROVOD_TIMELINE"] == str(tmp_path / "t.json")
+    assert (environ["HOROVOD_TIMELINE"], "KVHVD_TIMELINE" in environ) == (str(tmp_path / "t.json"), False)
     assert plan("-np", "1", "true").environment["HOROVOD_TIMELINE"] == "other.json"
     made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
     assert made.environment["HOROVOD_TIMELINE"] == "DYNAMIC"

@@ -1,5 +1,6 @@
 """The engine: its thresholds (KVHVD_THRESHOLDS), and Ctrl-C while a worker waits for an operation."""
 
+import os
 import signal
 import threading
 import time
@@ -26,11 +27,19 @@ def test_changes_replace_defaults_by_name(setting):
         native.Segment.create(2, 0, "one_shoot=1")
 
 
+def test_a_segment_of_another_build_is_refused():
+    made = native.Segment.create(2)
+    os.pwrite(made.fd, bytes(8), 0)  # what changes with the layout
+    with pytest.raises(ValueError, match="not a segment of this build of kvstore_hvd"):
+        native.Segment.attach(made.fd)
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
         ("one_shoot=4096", "'one_shoot' does not exist; there are inlined, "),
         ("one_shot=many", "one_shot: 'many' is not a multiple of 64 from 0 to 131072."),
+        ("one_shot=100", "one_shot: '100' is not a multiple of 64"),
         ("direct_chunk=0", "direct_chunk: '0' is not a multiple of 4096 from 4096 "),
         ("one_shot", "'one_shot' is not NAME=BYTES."),
         ("min_part=1048576", "min_part is above max_part."),
