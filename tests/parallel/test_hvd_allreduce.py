@@ -87,3 +87,9 @@ def test_devices_may_differ(kind, rank, size):
         assert_same_bits(result.asnumpy(), expected_sum(size, (5, 2), "float32"))
     assert isinstance(one, kind.NDArray if kind is mx.nd else kind.ndarray)
     assert hvd.broadcast(make(kind, mine, devices[0]), 0).ctx == devices[0]
+
+
+def test_broadcast_from_nobody(size):
+    for root in (size, -1, "0", True):
+        with pytest.raises(ValueError, match="there is no rank"):
+            hvd.broadcast(mx.nd.ones((2,)), root)

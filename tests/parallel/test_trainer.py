@@ -23,6 +23,29 @@ def shards(seed, rank, size):
     yield array(data[rank::size]), array(label[rank::size])
 
 
+@pytest.mark.parametrize("name", ["horovod", "dist_horovod"])
+def test_string_with_one_device(rank, size, name):
+    """The string trap: Trainer(kvstore='horovod') with one device trains distributed."""
+    net = mlp(seed=rank)
+    trainer = trainer_of(net, kvstore=name)
+    backward(net, list(shards(0, rank, size)))
+    trainer.step(BATCH)
+    assert (trainer._kvstore.type, trainer._kvstore.num_workers) == ("horovod", size)
+    assert_equal_on_all_ranks(weights(net)[0], f"weight of {name}")
+
+
+@pytest.mark.needs(2)
+def test_compression_params(size):
+    """They take effect: float16 has no number between 1 and 1 + 2**-10."""
+    net = network(mx.gluon.nn.Dense(1, in_units=1, use_bias=False))
+    trainer = trainer_of(net, compression_params={"type": "fp16"})
+    with mx.autograd.record():
+        loss = net(array(np.full((1, 1), 1 + 2**-12, np.float32)))
+    loss.backward()
+    trainer.allreduce_grads()
+    assert parameters(net)[0].grad().asnumpy().tolist() == [[size]]
+
+
 def test_parameters_start_from_rank_0(rank, size):
     """Parameters are broadcast before the first update; BatchNorm's running statistics too, and never reduced."""
     nn = mx.gluon.nn
