@@ -71,9 +71,11 @@ def count_on_own_devices(trainer: Any) -> None:
 
 def key_of(trainer: Any, param: Any) -> int:
     """What a Trainer calls a parameter on its store."""
-    key: int = trainer._param2idx[param._uuid if hasattr(param, "_uuid") else param.name]  # MXNet 2, MXNet 1
-    # In MXNet 1 parameters of one name are one entry there.
-    return key if trainer._params[key] is param else [each is param for each in trainer._params].index(True)
+    is_mxnet_2 = hasattr(param, "_uuid")
+    key: int = trainer._param2idx[param._uuid if is_mxnet_2 else param.name]
+    if is_mxnet_2 or trainer._params[key] is param:
+        return key
+    return [each is param for each in trainer._params].index(True)  # parameters of one name are one entry
 
 
 def labels_of(trainer: Any) -> dict[int, str]:
