@@ -104,7 +104,7 @@ def start_native(copy: Path, target: str, hosts: str, log: Path) -> list[int]:
         made = re.search(r" -o (\S+\.o) -c ", command)
         if made is None or headers > (folder / made[1]).stat().st_mtime:
             must("sh", "-c", re.sub(f"{ROOT}/(native|build/temp)", rf"{copy}/\1", command), folder=folder)
-    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1"})
+    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1", "KVHVD_TEST_FIRST": "1"})
     if pid == 0:
         os.execv(folder / target, [target])
     return [pid]

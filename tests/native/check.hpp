@@ -6,6 +6,7 @@
 
 #include <atomic>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <sstream>
@@ -48,7 +49,8 @@ bool check_equal(const A& actual, const B& expected, const std::string& what, co
   return check(false, text.str(), file, line);
 }
 
-// Returns the exit status: 0 when at least one case ran and every check held.
+// Returns the exit status: 0 when at least one case ran and every check held. With KVHVD_TEST_FIRST in the environment
+// the first case that fails is the last one.
 inline int run(int argc, char** argv) {
   int ran = 0;
   for (const auto& [name, body] : cases()) {
@@ -62,8 +64,10 @@ inline int run(int argc, char** argv) {
       check(false, name + " threw: " + error.what());
     }
     ++ran;
-    std::printf("%s %s\n", failures.load(std::memory_order_relaxed) == before ? "ok  " : "FAIL", name.c_str());
+    const bool failed = failures.load(std::memory_order_relaxed) != before;
+    std::printf("%s %s\n", failed ? "FAIL" : "ok  ", name.c_str());
     std::fflush(stdout);
+    if (failed && std::getenv("KVHVD_TEST_FIRST") != nullptr) break;
   }
   std::printf("%d cases, %d failed checks\n", ran, failures.load(std::memory_order_relaxed));
   return ran > 0 && failures.load(std::memory_order_relaxed) == 0 ? 0 : 1;
