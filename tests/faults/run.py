@@ -196,6 +196,8 @@ def failure_of(copy: Path, tests: list[str], *arguments: str) -> str:
         return ""
     output = "".join(each.read_text(errors="replace") for each in sorted(copy.glob("log*")))
     found = next(filter(None, (re.search(pattern, output) for pattern in NAMES)), None)
+    if not found and folder == "native" and codes[0] < 0 and codes[0] != -signal.SIGKILL:
+        return f"{name} was ended by {signal.Signals(-codes[0]).name}"
     return found[1] if found else f"(no test, codes {codes})"
 
 
