@@ -158,8 +158,8 @@ def _contribute(world: Member, missed: Missed) -> native.Work:
     if what is None or what.collective != "allreduce":
         called = "This operation" if what is None else what.collective.capitalize()
         return _refuse(world, missed, label, f"{called} is not supported with Join at this time.")
-    # The factor is for this worker's values, too: those that change no product, minimum or maximum would change.
-    if {"product": what.prescale != 1.0, "min": what.prescale <= 0.0, "max": what.prescale <= 0.0}.get(what.op, False):
+    # The factor applies to the values of this worker, too, which must not count.
+    if (what.op == "product" and what.prescale != 1.0) or (what.op in ("min", "max") and what.prescale <= 0.0):
         factor = f"{what.op.capitalize()} with prescale_factor {what.prescale:g}"
         return _refuse(world, missed, label, f"{factor} is not supported with Join at this time.")
     memory = _neutral(what.op, what.dtype, what.count)

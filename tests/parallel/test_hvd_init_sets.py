@@ -106,6 +106,12 @@ def test_after_an_error_it_can_be_repeated(fresh, rank, size, place):
             assert total(right) == 1
 
 
+def test_what_is_no_list_of_sets():
+    for wrong in (5, [[0]], "static"):
+        with pytest.raises(ValueError, match="process_sets is"):
+            hvd.init(process_sets=wrong)
+
+
 @pytest.mark.needs(2)
 def test_workers_that_name_different_sets(fresh, rank, size):
     """Ranks say what they mean: these are no parts of anything. An error on every worker, and it can be repeated."""
