@@ -151,9 +151,9 @@ native-test: dev $(VENV)/.native
 tsan: $(VENV)/.native
 	$(call native,native-tsan,thread,$(NATIVE))
 
-# Of the engine, the exchange and the order of the kernels for GPUs.
+# Of the engine, random programs and the order of the kernels for GPUs.
 tsan-quick: $(VENV)/.native
-	$(call native,native-tsan,thread,,--target test_engine test_exchange test_gpu_order,-R '^test_(engine|exchange|gpu_order)$$')
+	$(call native,native-tsan,thread,,--target test_engine test_programs test_gpu_order,-R '^test_(engine|programs|gpu_order)$$')
 
 # Of records that other hosts send: random ones for KVHVD_TEST_RECORDS_S seconds.
 asan-quick: export KVHVD_TEST_RECORDS_S ?= 20

@@ -30,16 +30,16 @@ TESTS = {
     "timeline": "unit/world/test_recorder parallel/timeline parallel/report",
     "store": "parallel/kvstore parallel/scales parallel/sparse parallel/two_bit parallel/verify",
     "world": "unit/adapter parallel/resets parallel/hvd_basics parallel/fuzz integration/lifecycle hosts",
-    "native/base": "parallel/fuzz test_running_time",
+    "native/base": "parallel/fuzz test_units",
     "native/bindings": "parallel/fuzz unit/adapter",
-    "native/engine": "parallel/fuzz test_engine test_engine_errors test_exchange test_schedule test_stall",
-    "native/link": "test_link test_tcp test_engine@2 test_engine_errors@2 test_exchange@2 test_stall@2",
-    "native/mxnet": "parallel/fuzz unit/adapter test_turns",
-    "native/reduce": "parallel/fuzz parallel/scales test_reduce test_reduce_values",
-    "native/report": "parallel/report test_statistics test_timeline test_stall",
+    "native/engine": "parallel/fuzz test_engine test_engine_errors test_programs test_schedule test_stall",
+    "native/link": "test_link test_tcp test_programs test_engine_errors@2 test_stall@2",
+    "native/mxnet": "parallel/fuzz unit/adapter test_units",
+    "native/reduce": "parallel/fuzz parallel/scales test_reduce",
+    "native/report": "parallel/report test_report test_stall",
     "native/request": "parallel/fuzz test_engine_errors",
     "native/shm": "parallel/fuzz test_arena test_processes test_leaving test_engine@2",
-    "native/cuda": "test_gpu_copies test_gpu_schedules test_gpu_stops",
+    "native/cuda": "test_gpu_kernels",
 }
 
 

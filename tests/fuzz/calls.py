@@ -61,8 +61,9 @@ class Calls:
         if "barrier" in operation.kind or "_object" in operation.kind:
             return arrays
         mx = self._mx
-        # Most arrays of an operation lie in the arena, or none.
-        adapter = draw.choice((None, self._set_of(operation.members).world("prepare").adapter_for_gradients()))
+        place = operation.members.index(self._rank)
+        world = self._set_of(operation.members).world("prepare")
+        adapter = world.adapter_for_gradients() if operation.memory[place] == "arena" else None
         given = model.inputs(operation.index, self._rank)
         results = [None] * len(given) if operation.fails else model.outputs(operation.index, self._rank)
         healthy = self._healthy_tensors(operation, len(given))
@@ -70,7 +71,7 @@ class Calls:
             results[tensor] = model.outputs(operation.index, self._rank)[tensor]
         for tensor, devices in enumerate(given):
             changed = [self._changed(operation, tensor, values, fault) for values in devices]
-            context = mx.cpu(1) if draw.random() < 0.05 and operation.kind not in _STORED else mx.cpu()
+            context = mx.cpu(operation.device[place] if operation.kind not in _STORED else 0)
             if operation.kind in ("numpy_allreduce", "sparse_allreduce"):
                 inputs = [_of_library(operation.kind, *each) for each in changed]
                 self._expect(arrays, operation, inputs, changed, results[tensor], fault)

@@ -135,8 +135,8 @@ class _Run:
                 self._read(awaited, operation)
             return
         fault = operation.fault if operation.fault and operation.fault.culprit == self._rank else None
-        if fault is not None and fault.kind == "late":
-            time.sleep(self._draw.random() * 0.02)
+        if operation.clock:
+            time.sleep(operation.clock[operation.members.index(self._rank)])
         if fault is not None and fault.kind == "arguments":
             self._call_with_wrong_arguments(operation)
         source = None if operation.source is None else self._arrays[operation.source].first

@@ -1,8 +1,9 @@
 """Random programs: what all ranks are to do together, drawn from a seed; every rank draws the same one.
 
 A program is a list of operations, each by the members of some process set. Asynchronous operations may be submitted in
-any order, which differs between ranks (see `ordering`); operations that wait come in the order of the list. Some
-operations have a fault: something that one rank, the culprit, does differently.
+any order, which differs between ranks (see `ordering`); operations that wait come in the order of the list. What may
+differ between ranks is drawn from `differences`. Some operations have a fault: something that one rank, the culprit,
+does wrong.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 from dataclasses import dataclass, field, fields
 from typing import Optional
 
+from fuzz.differences import drawn
 from support.arrays import DTYPES
 
 __all__ = ["FLOATS", "KINDS", "Fault", "Operation", "Program", "generate"]
@@ -26,27 +28,27 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1
 BORDERS = (2 << 10, 4 << 10, 64 << 10, 128 << 10, 256 << 10)
 
 # Of each kind: how often it is drawn, whether it waits for the others, and what can go wrong.
-_MISMATCHES = ("shape", "dtype", "op", "scale", "kind", "input", "arguments", "late")
-_ROWS = ("dtype", "width", "dimensions", "refused", "kind", "arguments", "late")
+_MISMATCHES = ("shape", "dtype", "op", "scale", "kind", "input", "arguments", "clock")
+_ROWS = ("dtype", "width", "dimensions", "refused", "kind", "arguments", "clock")
 KINDS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
     "allreduce": (30, False, _MISMATCHES),
-    "grouped_allreduce": (10, False, ("shape", "dtype", "op", "scale", "arguments", "late")),
-    "numpy_allreduce": (6, True, ("shape", "dtype", "op", "scale", "late")),
-    "sparse_allreduce": (5, True, ("shape", "dtype", "late")),
-    "broadcast": (10, False, ("shape", "dtype", "root", "kind", "input", "arguments", "late")),
-    "broadcast_parameters": (3, False, ("late",)),
-    "pushpull": (20, False, ("shape", "dtype", "kind", "input", "arguments", "late")),
-    "store_broadcast": (6, False, ("shape", "dtype", "kind", "arguments", "late")),
-    "push_and_pull": (4, False, ("late",)),
+    "grouped_allreduce": (10, False, ("shape", "dtype", "op", "scale", "arguments", "clock")),
+    "numpy_allreduce": (6, True, ("shape", "dtype", "op", "scale", "clock")),
+    "sparse_allreduce": (5, True, ("shape", "dtype", "clock")),
+    "broadcast": (10, False, ("shape", "dtype", "root", "kind", "input", "arguments", "clock")),
+    "broadcast_parameters": (3, False, ("clock",)),
+    "pushpull": (20, False, ("shape", "dtype", "kind", "input", "arguments", "clock")),
+    "store_broadcast": (6, False, ("shape", "dtype", "kind", "arguments", "clock")),
+    "push_and_pull": (4, False, ("clock",)),
     "allgather": (8, True, _ROWS),
-    "grouped_allgather": (3, True, ("dtype", "width", "count", "refused", "late")),
-    "alltoall": (6, True, ("dtype", "width", "refused", "kind", "arguments", "late")),
-    "reducescatter": (6, True, ("shape", "dtype", "op", "scale", "refused", "kind", "arguments", "late")),
-    "grouped_reducescatter": (3, True, ("shape", "dtype", "count", "refused", "late")),
-    "broadcast_object": (3, True, ("root", "refused", "late")),
-    "allgather_object": (3, True, ("refused", "late")),
-    "barrier": (2, True, ("late",)),
-    "store_barrier": (1, True, ("late",)),
+    "grouped_allgather": (3, True, ("dtype", "width", "count", "refused", "clock")),
+    "alltoall": (6, True, ("dtype", "width", "refused", "kind", "arguments", "clock")),
+    "reducescatter": (6, True, ("shape", "dtype", "op", "scale", "refused", "kind", "arguments", "clock")),
+    "grouped_reducescatter": (3, True, ("shape", "dtype", "count", "refused", "clock")),
+    "broadcast_object": (3, True, ("root", "refused", "clock")),
+    "allgather_object": (3, True, ("refused", "clock")),
+    "barrier": (2, True, ("clock",)),
+    "store_barrier": (1, True, ("clock",)),
     "wait": (4, True, ()),
 }
 _DTYPES = {"numpy_allreduce": DTYPES, "sparse_allreduce": ("float16", "float32", "float64")}
@@ -62,8 +64,8 @@ class Fault:
 
     @property
     def fails(self) -> bool:
-        """Whether the operation fails for everybody; otherwise the culprit is late, or corrects itself."""
-        return self.kind not in ("late", "arguments")
+        """Whether the operation fails for everybody; otherwise the culprit corrects itself."""
+        return self.kind != "arguments"
 
 
 @dataclass
@@ -92,6 +94,9 @@ class Operation:
     devices: int = 1
     outs: tuple[str, ...] = ()  # dtypes of the store's outs; none: in place
     fault: Optional[Fault] = None
+    memory: tuple[str, ...] = ()  # of each member's arrays; see `differences`, as for the next two
+    device: tuple[int, ...] = ()
+    clock: tuple[float, ...] = ()  # none: nobody is late
     outsiders: bool = False  # ranks that are no members call it too, and are refused
 
     def __str__(self) -> str:
@@ -140,6 +145,7 @@ class _Generator:
     def __init__(self, seed: int, size: int) -> None:
         self._seed, self._size = seed, size
         self._draw = random.Random(f"program {seed} of {size}")
+        self._differ = random.Random(f"differences {seed} of {size}")
         self._operations: list[Operation] = []
         self._sets = [tuple(range(size))]
         self._faulty = False
@@ -186,6 +192,8 @@ class _Generator:
             operation.source = draw.choice(asked).index
             operation.members = self._operations[operation.source].members
             return operation
+        operation.memory = drawn("memory", self._differ, len(members))
+        operation.device = drawn("device", self._differ, len(members))
         operation.dtype = draw.choice(_DTYPES.get(kind, (*DTYPES, "bfloat16")))
         operation.special = operation.dtype in FLOATS and draw.random() < 0.15
         if "barrier" not in kind and kind != "broadcast_parameters":
@@ -283,7 +291,7 @@ class _Generator:
         draw, members = self._draw, operation.members
         for shape in operation.shapes:
             least = 1 if operation.dtype == "bfloat16" else 0
-            operation.rows.append([max(least, shape[0] + draw.randint(-2, 3)) for _ in members])
+            operation.rows.append([max(least, shape[0] + more) for more in drawn("rows", draw, len(members))])
         if operation.kind == "alltoall":
             if draw.random() < 0.3:
                 operation.rows = [[len(members) * max(1, rows // len(members)) for rows in operation.rows[0]]]
@@ -318,11 +326,11 @@ class _Generator:
         draw = self._draw
         kinds = list(KINDS[operation.kind][2])
         if len(operation.members) == 1:
-            kinds = [kind for kind in kinds if kind in ("late", "arguments")]
+            kinds = [kind for kind in kinds if kind in ("clock", "arguments")]
         if operation.name is None or not operation.shapes or operation.recorded:
-            kinds = [kind for kind in kinds if kind == "late"]
+            kinds = [kind for kind in kinds if kind == "clock"]
         if operation.source is not None:
-            kinds = [kind for kind in kinds if kind in ("op", "scale", "root", "kind", "late", "arguments")]
+            kinds = [kind for kind in kinds if kind in ("op", "scale", "root", "kind", "clock", "arguments")]
         if "input" in kinds and (operation.dtype != "float32" or 0 in (*operation.shapes[0], len(operation.shapes[0]))):
             kinds.remove("input")
         if operation.kind in ("reducescatter", "grouped_reducescatter") and any(0 in each for each in operation.shapes):
@@ -331,6 +339,9 @@ class _Generator:
         if not kinds:
             return
         operation.fault = Fault(draw.choice(kinds), draw.choice(operation.members))
+        if operation.fault.kind == "clock":
+            operation.fault, operation.clock = None, drawn("clock", self._differ, len(operation.members))
+            return
         if operation.fault.kind in ("refused", "input") and "broadcast" in operation.kind:
             operation.fault = Fault(operation.fault.kind, operation.root)  # nobody else's is looked at
         if operation.fails and operation.source is not None:

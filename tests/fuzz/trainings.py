@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import random
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import kvstore_hvd.mxnet as hvd
+from fuzz.differences import drawn
 from kvstore_hvd.join import Join
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, ordered_sum, sum_of_ranks
 from support.gluon import array, gradients, parameters, weights
@@ -35,7 +37,7 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
 }
 KINDS = ("store", "name", "DistributedTrainer", "DistributedOptimizer")
 #: What may happen before a step, on all workers.
-EVENTS = ("reset", "states", "learning rate", "clip", "nothing")
+EVENTS = ("reset", "states", "learning rate", "clip", "stale", "nothing")
 
 
 @dataclass(frozen=True)
@@ -50,15 +52,17 @@ class Training:
     optimizer: str
     grad_req: str
     devices: int
-    zero_copy: bool
     joins: bool
     events: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]
+    memory: tuple[str, ...]  # of the gradients of every rank; see `differences`, as for the next two
+    clock: tuple[tuple[float, ...], ...]
+    fresh: tuple[tuple[bool, ...], ...]  # whether every rank has gradients in a step
 
 
 def draw(seed: int, size: int) -> Training:
     """The training of this seed."""
-    chance = random.Random(seed)
+    chance, differ = random.Random(seed), random.Random(f"differences {seed}")
     joins = chance.random() < 0.25
     network = "dense" if joins else chance.choice(sorted(NETWORKS))
     dtype = chance.choice(["float16", "float32", "float64"]) if network == "elementwise" else "float32"
@@ -68,13 +72,18 @@ def draw(seed: int, size: int) -> Training:
     if joins:
         lengths = [chance.randint(0, 3) for _ in range(size)]
         lengths[chance.randrange(size)] = 3
-        counts = [[chance.randint(1, BATCH) if step < length else 0 for length in lengths] for step in range(3)]
+        counts = [drawn("samples", chance, size) for _ in range(3)]
+        counts = [tuple(n * (step < end) for n, end in zip(of_step, lengths)) for step, of_step in enumerate(counts)]
     else:
-        counts = [[chance.randint(1, 2 * BATCH) for _ in range(size)] for _ in range(steps)]
+        counts = [drawn("samples", chance, size) for _ in range(steps)]
     if averages and not joins:  # an average of workers is one of samples only if all have equally many
-        counts = [[of_step[0]] * size for of_step in counts]
+        counts = [of_step[:1] * size for of_step in counts]
     if network == "lstm":  # MXNet 2 keeps the shape of its state
-        counts = [[BATCH] * size for _ in counts]
+        counts = [(BATCH,) * size for _ in counts]
+    events = tuple("nothing" if joins else chance.choice(EVENTS) for _ in counts)
+    # Of those that ask for it, and in the one call that does everything.
+    fresh = [drawn("fresh gradient", differ, size) if event == "stale" else () for event in events]
+    fresh = [of_step if any(of_step) and not averages else (True,) * size for of_step in fresh]
     return Training(
         seed=seed,
         kind=kind,
@@ -84,16 +93,18 @@ def draw(seed: int, size: int) -> Training:
         optimizer="sgd" if joins or dtype == "float16" else chance.choice(sorted(OPTIMIZERS)),
         grad_req="write" if joins else chance.choice(["write", "write", "add"]),
         devices=1 if joins or network in ("deferred", "elementwise", "tied") else chance.choice([1, 1, 2]),
-        zero_copy=chance.random() < 0.7,
         joins=joins,
-        events=tuple("nothing" if joins else chance.choice(EVENTS) for _ in counts),
-        counts=tuple(map(tuple, counts)),
+        events=events,
+        counts=tuple(counts),
+        memory=drawn("memory", differ, size),
+        clock=tuple(drawn("clock", differ, size) for _ in counts),
+        fresh=tuple(fresh),
     )
 
 
 def run_training(training: Training, rank: int, size: int) -> None:
     """Train in this world, and compare with the model after every step."""
-    with zero_copy(training.zero_copy):
+    with zero_copy(training.memory[rank] == "arena"):
         _Run(training, rank, size).run()
 
 
@@ -159,7 +170,9 @@ class _Run:
                 if self.of.counts[step][self.rank] == 0:
                     break
                 self._happen(event)
-                self._backward(self.net, step, self.rank, self.contexts)
+                time.sleep(self.of.clock[step][self.rank])
+                if self.of.fresh[step][self.rank]:
+                    self._backward(self.net, step, self.rank, self.contexts)
                 self._step(step, event == "clip")
                 if not self.of.joins:
                     self._step_of_model(step, event == "clip")
@@ -192,7 +205,7 @@ class _Run:
                 gradient[:] = gradient * 0.5
             self.trainer.update(number)
         else:
-            self.trainer.step(number)
+            self.trainer.step(number, ignore_stale_grad=not all(self.of.fresh[step]))
         self._zero(self.net)
 
     def _step_of_model(self, step: int, clips: bool) -> None:
@@ -202,7 +215,8 @@ class _Run:
             devices = []
             for device in range(self.of.devices):
                 self._backward(self.model, step, rank, [None], device)
-                devices.append([values.copy() for values in gradients(self.model)])
+                fresh = self.of.fresh[step][rank]
+                devices.append([values.copy() if fresh else np.zeros_like(values) for values in gradients(self.model)])
                 self._zero(self.model)
             parts.append([ordered_sum(list(of_devices)) for of_devices in zip(*devices)])
         sums = [sum_of_ranks(list(of_ranks), present) for of_ranks in zip(*parts)]

@@ -7,7 +7,9 @@ code is loaded at the start, and every stream has a queue of its own.
 """
 
 import os
+import threading
 
+import numpy as np
 import pytest
 
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
@@ -16,11 +18,76 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.runtime import Device, activate
-from support.fake_cuda import fake_cuda
-from support.gpu_memory import Arena, DeviceArray
-from support.host_kernels import compiled, host_kernels, loaded
+from kvstore_hvd.gpu.streams import DeviceMemory, Stream
+from support.fake_cuda import compiled, fake_cuda, host_kernels, loaded
 
 IS_FAKE = bool(os.environ.get("KVHVD_TEST_FAKE_GPU"))
+_GUARD = 256
+_FILL = 0xEE
+
+
+class Arena:
+    """Memory on the current device for the arrays of one test after the other, there before any kernel runs.
+
+    Allocating, and freeing even more so, may wait for the whole device, where kernels may wait for this rank.
+    """
+
+    def __init__(self, nbytes):
+        self._memory, self._used = DeviceMemory(nbytes), 0
+        self._lock = threading.Lock()
+        # One for all threads, and made before any kernel runs: the device has a few queues for all streams, and what
+        # comes in a queue behind a kernel that waits for another rank waits, too.
+        self._stream = Stream()
+
+    def reset(self):
+        self._used = 0
+
+    def take(self, nbytes):
+        """The address of some memory, aligned to 256 bytes."""
+        with self._lock:
+            address = self._memory.address + self._used
+            self._used += -(-nbytes // 256) * 256
+            if self._used > self._memory.nbytes:
+                raise MemoryError("the arena of the tests is too small")
+        return address
+
+    def write(self, address, raw):
+        self._copy(address, raw.ctypes.data, raw.nbytes)
+
+    def read(self, address, nbytes):
+        raw = np.empty(nbytes, np.uint8)
+        self._copy(raw.ctypes.data, address, nbytes)
+        return raw
+
+    def close(self):
+        self._stream.close()
+        self._memory.close()
+
+    def _copy(self, target, source, nbytes):
+        cuda = runtime.cupy().cuda.runtime
+        cuda.memcpyAsync(target, source, nbytes, cuda.memcpyDefault, self._stream.address)
+        self._stream.synchronize()
+
+
+class DeviceArray:
+    """An array with guards on both sides."""
+
+    def __init__(self, arena, raw, shift = 0):
+        self.nbytes, self._arena, self._before = len(raw), arena, _GUARD + shift
+        whole = np.full(self._before + len(raw) + _GUARD, _FILL, np.uint8)
+        whole[self._before : self._before + len(raw)] = raw
+        self._start, self._length = arena.take(len(whole)), len(whole)
+        arena.write(self._start, whole)
+        self.address = self._start + self._before
+
+    @property
+    def content(self):
+        """Its bytes; fails when something beside them was written."""
+        whole = self._arena.read(self._start, self._length)
+        end = self._before + self.nbytes
+        assert (whole[: self._before] == _FILL).all(), "written before the array"
+        assert (whole[end:] == _FILL).all(), "written behind the array"
+        return whole[self._before : end]
 
 
 def pytest_collection_modifyitems(items):

@@ -7,6 +7,7 @@
 
 #include <arpa/inet.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,7 +25,6 @@
 #include "link/link.hpp"
 #include "link/transport.hpp"
 #include "network.hpp"
-#include "reduce/reduce.hpp"
 #include "shm/world.hpp"
 
 namespace kvstore_hvd {
@@ -117,6 +117,15 @@ inline void run_link(const std::shared_ptr<Segment>& segment, const std::shared_
   }
 }
 
+// Whether `body` returns true in a forked child, which ends then.
+inline bool succeeds_in_child(const std::function<bool()>& body) {
+  const pid_t child = fork();
+  if (child == 0) _exit(body() ? 0 : 1);
+  int status = 1;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
 // How messages name the ranks: Hosts::processes.
 inline std::vector<std::pair<std::string, int>> test_processes(const Placement& placement) {
   std::size_t size = 0;
@@ -204,27 +213,6 @@ float sum_over(const Placement& placement, const Value& value) {
     sum = host == 0 ? of_host : sum + of_host;
   }
   return sum;
-}
-
-// The same of arrays of any type, by any reduction, where `inputs` are the ranks' arrays.
-inline void reduce_over(const Placement& placement, const Reduction& reduction, const std::vector<const void*>& inputs,
-                        void* output, std::size_t count) {
-  const auto reduce_all = [&](const Reduction& how, const std::vector<const void*>& arrays, void* into) {
-    reduce(how, arrays.data(), static_cast<int>(arrays.size()), &into, 1, count);
-  };
-  if (placement.size() == 1) return reduce_all(reduction, inputs, output);
-  Reduction within = reduction, over = reduction;
-  within.postscale = over.prescale = 1.0;
-  std::vector<std::vector<unsigned char>> sums;
-  std::vector<const void*> of_hosts;
-  for (const auto& ranks : placement) {
-    std::vector<const void*> of_host;
-    for (const int rank : ranks) of_host.push_back(inputs[static_cast<std::size_t>(rank)]);
-    sums.emplace_back(count * size_of(reduction.dtype));
-    reduce_all(within, of_host, sums.back().data());
-  }
-  for (const auto& sum : sums) of_hosts.push_back(sum.data());
-  reduce_all(over, of_hosts, output);
 }
 
 inline float sum_in_rank_order(int size, std::size_t element, std::uint32_t seed = 0) {

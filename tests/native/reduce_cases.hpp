@@ -24,8 +24,7 @@ constexpr std::size_t kLongest = 4099;
 // Floats: one in four is any bit pattern (NaNs with payloads, denormals), one in eight a zero or an infinity, the
 // others are of ordinary size and often cancel. Integers: any bit pattern, every other one small.
 inline Bytes random_array(DType dtype, std::size_t count, std::mt19937_64& random) {
-  const std::size_t size = size_of(dtype);
-  Bytes bytes(count * size);
+  Bytes bytes(count * size_of(dtype));
   for (std::size_t i = 0; i < count; ++i) {
     std::uint64_t bits = random();
     const std::uint64_t kind = random() % 8;
@@ -33,28 +32,9 @@ inline Bytes random_array(DType dtype, std::size_t count, std::mt19937_64& rando
     const double zero_or_infinity = kind == 2 ? 0.0 : std::numeric_limits<double>::infinity();
     const bool special = kind == 2 || (kind == 3 && random() % 16 == 0);
     const double value = special ? (bits % 2 == 0 ? zero_or_infinity : -zero_or_infinity) : ordinary;
-    const auto single = static_cast<float>(value);
-    switch (dtype) {
-      case DType::kFloat16:
-        if (kind >= 2) bits = encode(value, 5, 10);
-        break;
-      case DType::kBFloat16:
-        if (kind >= 2) bits = encode(single, 8, 7);
-        break;
-      case DType::kFloat32:
-        if (kind >= 2) std::memcpy(&bits, &single, sizeof(single));
-        break;
-      case DType::kFloat64:
-        if (kind >= 2) std::memcpy(&bits, &value, sizeof(value));
-        break;
-      case DType::kInt8:
-      case DType::kUInt8:
-      case DType::kInt32:
-      case DType::kInt64:
-        if (kind >= 4) bits = static_cast<std::uint64_t>(static_cast<std::int64_t>(bits % 15) - 7);
-        break;
-    }
-    std::memcpy(bytes.data() + i * size, &bits, size);  // little endian, as every supported machine
+    if (is_float(dtype) && kind >= 2) bits = bits_of(dtype, value);
+    if (!is_float(dtype) && kind >= 4) bits = static_cast<std::uint64_t>(static_cast<std::int64_t>(bits % 15) - 7);
+    set_element(dtype, bytes, i, bits);
   }
   return bytes;
 }
@@ -93,9 +73,14 @@ class Placed {
   std::unique_ptr<unsigned char, Free> memory_;
 };
 
-enum class Outputs { kOneNew, kFirstInput, kLastInput, kAllInputs, kTwoNewAndAnInput };
-constexpr Outputs kOutputs[] = {Outputs::kOneNew, Outputs::kFirstInput, Outputs::kLastInput, Outputs::kAllInputs,
-                                Outputs::kTwoNewAndAnInput};
+// The arrays that a result goes to: inputs, by their place, and kNew.
+using Outputs = std::vector<std::size_t>;
+constexpr std::size_t kNew = ~std::size_t{0};
+inline Outputs all_inputs(std::size_t n) {
+  Outputs all(n);
+  for (std::size_t i = 0; i < n; ++i) all[i] = i;
+  return all;
+}
 
 inline const std::vector<std::string>& targets() {
   static const std::vector<std::string> available = [] {
@@ -109,6 +94,15 @@ inline const std::vector<std::string>& targets() {
   return available;
 }
 
+template <class Body>
+void on_each_target(const Body& body) {
+  for (const std::string& target : targets()) {
+    set_simd_target(target);
+    body();
+  }
+  set_simd_target("auto");
+}
+
 inline std::string describe(const Reduction& reduction, std::size_t n_inputs, std::size_t count) {
   return std::string(simd_target()) + " " + name_of(reduction.op) + " of " + std::to_string(n_inputs) + " " +
          name_of(reduction.dtype) + (reduction.as_half ? " as half[" : "[") + std::to_string(count) + "] scaled by " +
@@ -117,7 +111,7 @@ inline std::string describe(const Reduction& reduction, std::size_t n_inputs, st
 
 // Reduces the first `count` elements of `sources` and compares every output, and every input that is none.
 inline void check_reduction(const Reduction& reduction, const std::vector<Bytes>& sources, const Bytes& result,
-                            std::size_t count, std::size_t offset, Outputs where) {
+                            std::size_t count, std::size_t offset, const Outputs& where) {
   const std::size_t bytes = count * size_of(reduction.dtype);
   std::vector<Placed> inputs;
   for (std::size_t i = 0; i < sources.size(); ++i) {
@@ -127,32 +121,14 @@ inline void check_reduction(const Reduction& reduction, const std::vector<Bytes>
   std::vector<Placed> fresh;
   std::vector<void*> outputs;
   std::vector<bool> overwritten(sources.size(), false);
-  const auto add_fresh = [&] {
-    fresh.emplace_back(filler, bytes, offset);
-    outputs.push_back(fresh.back().data());
-  };
-  const auto add_input = [&](std::size_t i) {
-    overwritten[i] = true;
-    outputs.push_back(inputs[i].data());
-  };
-  switch (where) {
-    case Outputs::kOneNew:
-      add_fresh();
-      break;
-    case Outputs::kFirstInput:
-      add_input(0);
-      break;
-    case Outputs::kLastInput:
-      add_input(inputs.size() - 1);
-      break;
-    case Outputs::kAllInputs:
-      for (std::size_t i = 0; i < inputs.size(); ++i) add_input(i);
-      break;
-    case Outputs::kTwoNewAndAnInput:
-      add_fresh();
-      add_input(inputs.size() / 2);
-      add_fresh();
-      break;
+  for (const std::size_t place : where) {
+    if (place == kNew) {
+      fresh.emplace_back(filler, bytes, offset);
+      outputs.push_back(fresh.back().data());
+    } else {
+      overwritten[place] = true;
+      outputs.push_back(inputs[place].data());
+    }
   }
   std::vector<const void*> addresses;
   for (const Placed& input : inputs) addresses.push_back(input.data());
@@ -160,8 +136,8 @@ inline void check_reduction(const Reduction& reduction, const std::vector<Bytes>
          static_cast<int>(outputs.size()), count);
 
   const auto what = [&] {
-    return describe(reduction, sources.size(), count) + ", offset " + std::to_string(offset) + ", outputs " +
-           std::to_string(static_cast<int>(where));
+    return describe(reduction, sources.size(), count) + ", offset " + std::to_string(offset) + ", " +
+           std::to_string(where.size()) + " outputs";
   };
   for (const Placed& output : fresh) {
     if (!output.holds(result)) check(false, what() + ": a new output is wrong");

@@ -15,12 +15,7 @@ namespace kvstore_hvd::reduce_tests {
 
 using Bytes = std::vector<unsigned char>;
 
-struct Half {
-  std::uint16_t bits;
-};
-struct Brain {
-  std::uint16_t bits;
-};
+inline bool is_float(DType dtype) { return dtype <= DType::kFloat64; }
 
 // The value of a float with these widths of exponent and fraction.
 inline double decode(unsigned bits, int exponent_bits, int fraction_bits) {
@@ -52,55 +47,53 @@ inline std::uint16_t encode(double value, int exponent_bits, int fraction_bits) 
   return static_cast<std::uint16_t>(sign | static_cast<unsigned>(std::min<long long>(bits, infinity)));
 }
 
-inline float widen(float value) { return value; }
-inline double widen(double value) { return value; }
-inline float widen(Half value) { return static_cast<float>(decode(value.bits, 5, 10)); }
-inline float widen(Brain value) { return static_cast<float>(decode(value.bits, 8, 7)); }
-
-inline void narrow(float value, float* to) {
-  *to = std::isnan(value) ? std::numeric_limits<float>::quiet_NaN() : value;
+// The number that bits stand for in a type of floats, and back; every NaN becomes the canonical one.
+inline double number_of(DType dtype, std::uint64_t bits) {
+  if (dtype == DType::kFloat16) return decode(bits & 0xffff, 5, 10);
+  if (dtype == DType::kBFloat16) return decode(bits & 0xffff, 8, 7);
+  float single = 0;
+  double wide = 0;
+  std::memcpy(&single, &bits, sizeof(single));  // little endian, as every supported machine
+  std::memcpy(&wide, &bits, sizeof(wide));
+  return dtype == DType::kFloat32 ? static_cast<double>(single) : wide;
 }
-inline void narrow(double value, double* to) {
-  *to = std::isnan(value) ? std::numeric_limits<double>::quiet_NaN() : value;
+inline std::uint64_t bits_of(DType dtype, double value) {
+  if (std::isnan(value)) value = std::numeric_limits<double>::quiet_NaN();
+  if (dtype == DType::kFloat16) return encode(value, 5, 10);
+  if (dtype == DType::kBFloat16) return encode(value, 8, 7);
+  const auto single = static_cast<float>(value);
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, dtype == DType::kFloat32 ? static_cast<const void*>(&single) : &value, size_of(dtype));
+  return bits;
 }
-inline void narrow(float value, Half* to) { to->bits = encode(value, 5, 10); }
-inline void narrow(float value, Brain* to) { to->bits = encode(value, 8, 7); }
 
-template <typename F>
-F combine_float(ReduceOp op, F a, F b) {
-  switch (op) {
-    case ReduceOp::kSum:
-    case ReduceOp::kAverage:
-      return a + b;
-    case ReduceOp::kProduct:
-      return a * b;
-    case ReduceOp::kMin:
-    case ReduceOp::kMax:
-      break;
+inline std::uint64_t element(DType dtype, const Bytes& array, std::size_t i) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, array.data() + i * size_of(dtype), size_of(dtype));
+  return bits;
+}
+inline void set_element(DType dtype, Bytes& array, std::size_t i, std::uint64_t bits) {
+  std::memcpy(array.data() + i * size_of(dtype), &bits, size_of(dtype));
+}
+
+template <typename T>
+T combined(ReduceOp op, T a, T b) {
+  constexpr bool kIsFloat = std::numeric_limits<T>::is_iec559;
+  using Wrapping = std::conditional_t<kIsFloat, T, std::uint64_t>;
+  if (op == ReduceOp::kSum || op == ReduceOp::kAverage) {
+    return static_cast<T>(static_cast<Wrapping>(a) + static_cast<Wrapping>(b));
   }
-  if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<F>::quiet_NaN();
-  const bool a_is_less = a < b || (a == b && std::signbit(a));
+  if (op == ReduceOp::kProduct) return static_cast<T>(static_cast<Wrapping>(a) * static_cast<Wrapping>(b));
+  bool a_is_less = a < b;
+  if constexpr (kIsFloat) {
+    if (std::isnan(a) || std::isnan(b)) return std::numeric_limits<T>::quiet_NaN();
+    a_is_less = a_is_less || (a == b && std::signbit(a));
+  }
   return a_is_less == (op == ReduceOp::kMin) ? a : b;
 }
 
 template <typename T>
-T combine_integer(ReduceOp op, T a, T b) {
-  switch (op) {
-    case ReduceOp::kMin:
-      return b < a ? b : a;
-    case ReduceOp::kMax:
-      return a < b ? b : a;
-    case ReduceOp::kSum:
-    case ReduceOp::kAverage:
-      return static_cast<T>(static_cast<std::uint64_t>(a) + static_cast<std::uint64_t>(b));
-    case ReduceOp::kProduct:
-      return static_cast<T>(static_cast<std::uint64_t>(a) * static_cast<std::uint64_t>(b));
-  }
-  return 0;
-}
-
-template <typename T>
-T scale_integer(T value, double scale) {
+T scaled(T value, double scale) {
   if (scale == 1.0) return value;
   const double product = static_cast<double>(value) * scale;
   if (std::isnan(product)) return 0;
@@ -109,89 +102,63 @@ T scale_integer(T value, double scale) {
   return static_cast<T>(std::trunc(product));
 }
 
+// One element; F is the type that a type of floats is reduced in.
+template <typename F>
+std::uint64_t reduced_floats(const Reduction& reduction, const std::vector<std::uint64_t>& parts) {
+  const DType dtype = reduction.dtype;
+  F value = 0;
+  for (std::size_t r = 0; r < parts.size(); ++r) {
+    const F product = static_cast<F>(number_of(dtype, parts[r])) * static_cast<F>(reduction.prescale);
+    const auto part = static_cast<F>(number_of(dtype, bits_of(dtype, static_cast<double>(product))));
+    value = r == 0 ? part : combined(reduction.op, value, part);
+  }
+  return bits_of(dtype, static_cast<double>(value * static_cast<F>(reduction.postscale)));
+}
+
 template <typename T>
-Bytes expected(const Reduction& reduction, const std::vector<Bytes>& inputs) {
-  const auto element = [&](const Bytes& input, std::size_t i) {
-    T value;
-    std::memcpy(&value, input.data() + i * sizeof(T), sizeof(T));
-    return value;
-  };
+std::uint64_t reduced_integers(const Reduction& reduction, const std::vector<std::uint64_t>& parts) {
+  T value = scaled(static_cast<T>(parts[0]), reduction.prescale);
+  for (std::size_t r = 1; r < parts.size(); ++r) {
+    value = combined(reduction.op, value, scaled(static_cast<T>(parts[r]), reduction.prescale));
+  }
+  return static_cast<std::uint64_t>(scaled(value, reduction.postscale));
+}
+
+inline Bytes expected(Reduction reduction, const std::vector<Bytes>& inputs) {
+  const DType dtype = reduction.dtype;
+  // The inputs cast to float16, reduced, and the result cast back.
+  const bool as_half = reduction.as_half && (dtype == DType::kFloat32 || dtype == DType::kFloat64) &&
+                       (reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage);
   // The one case in which nothing is computed.
-  if (inputs.size() == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0) return inputs[0];
-  Bytes result(inputs[0].size());
-  for (std::size_t i = 0; i < result.size() / sizeof(T); ++i) {
-    T rounded;
-    if constexpr (std::is_integral_v<T>) {
-      T value = scale_integer(element(inputs[0], i), reduction.prescale);
-      for (std::size_t r = 1; r < inputs.size(); ++r) {
-        value = combine_integer(reduction.op, value, scale_integer(element(inputs[r], i), reduction.prescale));
-      }
-      rounded = scale_integer(value, reduction.postscale);
-    } else {
-      using F = decltype(widen(T()));
-      const auto product = [&](const Bytes& input) {
-        T part;
-        narrow(widen(element(input, i)) * static_cast<F>(reduction.prescale), &part);
-        return widen(part);
-      };
-      F value = product(inputs[0]);
-      for (std::size_t r = 1; r < inputs.size(); ++r) value = combine_float(reduction.op, value, product(inputs[r]));
-      narrow(value * static_cast<F>(reduction.postscale), &rounded);
+  if (inputs.size() == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0 && !as_half) return inputs[0];
+  const auto reduce_one = [&](const std::vector<std::uint64_t>& parts) {
+    switch (reduction.dtype) {
+      case DType::kFloat64:
+        return reduced_floats<double>(reduction, parts);
+      case DType::kInt8:
+        return reduced_integers<std::int8_t>(reduction, parts);
+      case DType::kUInt8:
+        return reduced_integers<std::uint8_t>(reduction, parts);
+      case DType::kInt32:
+        return reduced_integers<std::int32_t>(reduction, parts);
+      case DType::kInt64:
+        return reduced_integers<std::int64_t>(reduction, parts);
+      default:
+        return reduced_floats<float>(reduction, parts);
     }
-    std::memcpy(result.data() + i * sizeof(T), &rounded, sizeof(T));
-  }
-  return result;
-}
-
-template <typename T>
-Bytes expected_as_half(Reduction reduction, const std::vector<Bytes>& inputs);
-
-inline Bytes expected(const Reduction& reduction, const std::vector<Bytes>& inputs) {
-  const bool as_half = reduction.as_half && (reduction.op == ReduceOp::kSum || reduction.op == ReduceOp::kAverage);
-  if (as_half && reduction.dtype == DType::kFloat32) return expected_as_half<float>(reduction, inputs);
-  if (as_half && reduction.dtype == DType::kFloat64) return expected_as_half<double>(reduction, inputs);
-  switch (reduction.dtype) {
-    case DType::kFloat16:
-      return expected<Half>(reduction, inputs);
-    case DType::kBFloat16:
-      return expected<Brain>(reduction, inputs);
-    case DType::kFloat32:
-      return expected<float>(reduction, inputs);
-    case DType::kFloat64:
-      return expected<double>(reduction, inputs);
-    case DType::kInt8:
-      return expected<std::int8_t>(reduction, inputs);
-    case DType::kUInt8:
-      return expected<std::uint8_t>(reduction, inputs);
-    case DType::kInt32:
-      return expected<std::int32_t>(reduction, inputs);
-    case DType::kInt64:
-      return expected<std::int64_t>(reduction, inputs);
-  }
-  return {};
-}
-
-// The inputs cast to float16, reduced, and the result cast back.
-template <typename T>
-Bytes expected_as_half(Reduction reduction, const std::vector<Bytes>& inputs) {
-  std::vector<Bytes> halves;
-  for (const Bytes& input : inputs) {
-    halves.emplace_back(input.size() / sizeof(T) * sizeof(Half));
-    for (std::size_t i = 0; i < input.size() / sizeof(T); ++i) {
-      T value;
-      std::memcpy(&value, input.data() + i * sizeof(T), sizeof(T));
-      const std::uint16_t half = encode(static_cast<float>(value), 5, 10);
-      std::memcpy(halves.back().data() + i * sizeof(Half), &half, sizeof(Half));
-    }
-  }
-  reduction.dtype = DType::kFloat16;
-  const Bytes sums = expected(reduction, halves);
+  };
+  if (as_half) reduction.dtype = DType::kFloat16;
   Bytes result(inputs[0].size());
-  for (std::size_t i = 0; i < result.size() / sizeof(T); ++i) {
-    Half half;
-    std::memcpy(&half, sums.data() + i * sizeof(Half), sizeof(Half));
-    const T value = widen(half);
-    std::memcpy(result.data() + i * sizeof(T), &value, sizeof(T));
+  std::vector<std::uint64_t> parts(inputs.size());
+  for (std::size_t i = 0; i < result.size() / size_of(dtype); ++i) {
+    for (std::size_t r = 0; r < inputs.size(); ++r) {
+      parts[r] = element(dtype, inputs[r], i);
+      if (as_half) parts[r] = encode(static_cast<float>(number_of(dtype, parts[r])), 5, 10);
+    }
+    // As half, a single one that is not scaled is cast only.
+    const bool is_cast = as_half && parts.size() == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0;
+    const std::uint64_t bits = is_cast ? parts[0] : reduce_one(parts);
+    set_element(dtype, result, i, as_half ? bits_of(dtype, number_of(DType::kFloat16, bits)) : bits);
   }
   return result;
 }

@@ -1,4 +1,4 @@
-// Arenas, and collectives on arrays that lie in them, with ranks as threads.
+// Arenas; test_programs.cpp has collectives on arrays that lie in them.
 #include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
@@ -57,102 +57,6 @@ const bool allocator = testing::add("an arena hands out memory that never overla
   check(arena.allocate(1) == nullptr, "more than there is");
 });
 
-// Elements of one rank: in its arena or elsewhere, as the seed says.
-class Array {
- public:
-  Array(Arena& arena, bool in_arena, std::vector<float> values)
-      : arena_(arena), elsewhere_(std::move(values)), count_(elsewhere_.size()) {
-    if (!in_arena) return;
-    memory_ = static_cast<float*>(arena.allocate(count_ * sizeof(float)));
-    if (memory_ == nullptr) return;
-    std::copy(elsewhere_.begin(), elsewhere_.end(), memory_);
-  }
-  ~Array() {
-    if (memory_ != nullptr) arena_.free(memory_);
-  }
-  Array(const Array&) = delete;
-  Array& operator=(const Array&) = delete;
-  float* data() { return memory_ != nullptr ? memory_ : elsewhere_.data(); }
-  std::size_t count() const { return count_; }
-
- private:
-  Arena& arena_;
-  std::vector<float> elsewhere_;
-  std::size_t count_;
-  float* memory_ = nullptr;
-};
-
-void run_schedule(Engine& engine, Arena& arena, int rank, std::uint32_t seed, std::size_t largest = 1 << 20) {
-  constexpr int kTensors = 24;
-  std::mt19937 common(seed), own(seed * 977 + static_cast<std::uint32_t>(rank));
-  std::vector<std::unique_ptr<Array>> arrays;
-  std::vector<int> order;
-  for (int t = 0; t < kTensors; ++t) {
-    const std::size_t count = common() % std::min(std::size_t{1} << (common() % 20), largest);
-    // A third of the tensors everywhere in arenas, a third nowhere, a third here and there.
-    const bool in_arena = t % 3 == 0 || (t % 3 == 1 && own() % 2 == 0);
-    arrays.push_back(std::make_unique<Array>(arena, in_arena, values_of(rank, count, seed + t)));
-    order.push_back(t);
-  }
-  std::shuffle(order.begin(), order.end(), own);
-  std::vector<std::shared_ptr<Work>> works(kTensors);
-  for (const int t : order) {
-    if (own() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 200));
-    Request request;
-    request.name = "t" + std::to_string(t);
-    request.inputs = {arrays[t]->data()};
-    request.outputs = {arrays[t]->data()};
-    request.count = arrays[t]->count();
-    request.shape = {static_cast<std::int64_t>(request.count)};
-    request.priority = static_cast<int>(own() % 5);
-    if (t % 7 == 3) {
-      request.collective = Collective::kBroadcast;
-      request.root = t % engine.size();
-    }
-    works[t] = own() % 8 == 0 ? engine.submit_to_wait(std::make_shared<Request>(std::move(request)))
-                              : engine.submit(std::move(request));
-  }
-  std::shuffle(order.begin(), order.end(), own);
-  for (const int t : order) {
-    const Status& status = engine.wait(*works[t]);
-    check(status.ok(), status.text());
-    for (std::size_t i = 0; i < arrays[t]->count(); ++i) {
-      const float expected =
-          t % 7 == 3 ? value_of(t % engine.size(), i, seed + t) : sum_in_rank_order(engine.size(), i, seed + t);
-      if (std::memcmp(&expected, &arrays[t]->data()[i], sizeof(expected)) == 0) continue;
-      check(false, "seed " + std::to_string(seed) + ": wrong bits in tensor " + std::to_string(t));
-      break;
-    }
-    // Overwritten at once: a rank that is still reducing would see it.
-    std::fill_n(arrays[t]->data(), arrays[t]->count(), -1.0F);
-  }
-}
-
-const bool schedules = testing::add(
-    "seeded schedules, in and out of arenas, give the same bits whatever the order, delay and priority", [] {
-      const int runs = thread_sanitizer() ? 15 : 100;
-      for (const int size : {1, 2, 3, 4, 7}) {
-        with_world(
-            size,
-            [&](Engine& engine, int rank) {
-              Arena arena(engine.segment(), engine.local_rank());
-              for (int run = 0; run < runs; ++run) {
-                run_schedule(engine, arena, rank, static_cast<std::uint32_t>(size * 1000 + run));
-              }
-              check(barrier(engine).ok(), "barrier");
-            },
-            std::chrono::seconds(60), kArena);
-      }
-    });
-
-const bool many_ranks = testing::add("64 ranks on few cores", [] {
-  if (thread_sanitizer()) return;  // hundreds of threads take it minutes, and add no interleaving
-  with_world(64, [](Engine& engine, int rank) {
-    Arena arena(engine.segment(), engine.local_rank());
-    run_schedule(engine, arena, rank, 1, 5000);
-  });
-});
-
 const bool forked = testing::add("a forked child has a copy of all that was allocated, however much came last", [] {
   if (thread_sanitizer()) return;
   const auto segment = Segment::create(1, std::size_t{8} << 20);
@@ -162,16 +66,13 @@ const bool forked = testing::add("a forked child has a copy of all that was allo
     blocks.push_back(static_cast<char*>(arena.allocate(bytes)));
     blocks.back()[bytes - 1] = static_cast<char>(blocks.size());
   }
-  const pid_t child = fork();
-  if (child == 0) {
+  const bool is_same = succeeds_in_child([&] {
     arena.after_fork_in_child();
     const bool same = blocks[0][(1 << 20) - 1] == 1 && blocks[1][(1 << 20) - 1] == 2 && blocks[2][63] == 3;
     blocks[2][63] = 7;
-    _exit(same ? 0 : 1);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child reads what there was");
+    return same;
+  });
+  check(is_same, "the child reads what there was");
   check(blocks[2][63] == 3, "the parent does not see what it writes");
 });
 
@@ -214,16 +115,11 @@ const bool isolated =
       check(arena.allocate(1) == nullptr, "new memory would be the others' too");
       arena.isolate();
       check(small[99] == 5, "a second time changes nothing");
-      const pid_t child = fork();
-      if (child == 0) {
+      const bool is_same = succeeds_in_child([&] {
         arena.after_fork_in_child();
-        const bool same = small[99] == 5;
-        small[99] = 7;
-        _exit(same ? 0 : 1);
-      }
-      int status = 0;
-      waitpid(child, &status, 0);
-      check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "a forked child reads what there is");
+        return std::exchange(small[99], 7) == 5;
+      });
+      check(is_same, "a forked child reads what there is");
       check(small[99] == 5, "and has a copy of its own");
     });
 
@@ -323,18 +219,15 @@ const bool late_write =
 const bool dropped = testing::add("a forked child that drops the segment keeps what lies in its place", [] {
   if (thread_sanitizer()) return;
   auto segment = Segment::create(1, 1);
-  const pid_t child = fork();
-  if (child == 0) {
+  const bool is_kept = succeeds_in_child([&] {
     // Nothing of the segment is there, so the system may give the child this memory.
     void* place = mmap(&segment->world(), 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
-    if (place == MAP_FAILED) _exit(1);
+    if (place == MAP_FAILED) return false;
     std::memset(place, 7, 4096);
     segment.reset();
-    _exit(static_cast<char*>(place)[4095] == 7 ? 0 : 2);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "child: " + std::to_string(status));
+    return static_cast<char*>(place)[4095] == 7;
+  });
+  check(is_kept, "the child");
 });
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The engine end to end, with ranks as threads: sums, names, waits and callbacks. test_arena.cpp has random schedules.
+// The engine end to end, with ranks as threads: names, waits and callbacks. test_programs.cpp has sums.
 #include <atomic>
 #include <random>
 #include <string>
@@ -12,34 +12,6 @@ namespace {
 
 using testing::check;
 using testing::check_equal;
-
-const std::vector<int> kSizes{1, 2, 3, 4, 7};
-
-void check_sums(const Thresholds& thresholds) {
-  for (const int size : kSizes) {
-    with_world(
-        size,
-        [&](Engine& engine, int rank) {
-          for (const std::size_t count : {0, 1, 3, 15, 16, 17, 511, 512, 513, 16384, 100003, 1 << 20}) {
-            auto data = values_of(rank, count);
-            const Status status = engine.run(allreduce("t" + std::to_string(count), data));
-            check(status.ok(), status.text());
-            check(same_bits(data, [&](std::size_t i) { return sum_in_rank_order(size, i); }),
-                  "wrong sum of " + std::to_string(count) + " at size " + std::to_string(size));
-          }
-        },
-        std::chrono::seconds(60), 0, thresholds);
-  }
-}
-
-const bool sums =
-    testing::add("allreduce equals the rank-ordered sum bit by bit, at any size", [] { check_sums(Thresholds()); });
-
-// The smallest go one of these ways in worlds of many ranks, or with other thresholds.
-const bool scheduled_sums = testing::add("so does one that is scheduled, however small", [] {
-  check_sums(parse_thresholds("inlined=0,one_shot=4096"));
-  check_sums(parse_thresholds("inlined=0,one_shot=0"));
-});
 
 const bool opposite_orders = testing::add("more names than slots, in opposite orders", [] {
   if (thread_sanitizer()) return;

@@ -1,9 +1,6 @@
-// Exchange and reduce-scatter: who gets what, at any size and number of ranks, beside other operations.
+// Exchanges: who gets what, at any size and number of ranks; test_programs.cpp has them beside other operations.
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
-#include <random>
 #include <string>
 
 #include "check.hpp"
@@ -62,19 +59,6 @@ void all_to_all(Engine& engine, int rank, std::size_t scale, const std::string& 
   }
 }
 
-void reduce_scatter(Engine& engine, int rank, std::size_t count, const std::string& name) {
-  const std::size_t size = static_cast<std::size_t>(engine.size()), own = static_cast<std::size_t>(rank);
-  const std::size_t begin = count * own / size, end = count * (own + 1) / size;
-  const auto input = values_of(rank, count);
-  std::vector<float> output(end - begin);
-  Request request = transfer(Collective::kReduceScatter, name, input, output, count);
-  request.parts = {Part{rank, begin * sizeof(float), (end - begin) * sizeof(float), 0}};
-  const Status status = engine.run(std::move(request));
-  check(status.ok(), status.text());
-  check(same_bits(output, [&](std::size_t i) { return sum_in_rank_order(engine.size(), begin + i); }),
-        name + " of " + std::to_string(count));
-}
-
 const bool exchanges = testing::add("an exchange hands over what is asked for", [] {
   for (const int size : kSizes) {
     with_world(size, [](Engine& engine, int rank) {
@@ -85,69 +69,11 @@ const bool exchanges = testing::add("an exchange hands over what is asked for", 
   }
 });
 
-const bool scatters = testing::add("reduce-scatter equals a part of the rank-ordered sum bit by bit", [] {
-  for (const int size : kSizes) {
-    with_world(size, [](Engine& engine, int rank) {
-      for (const std::size_t count : {0, 1, 5, 1000, 65536, 1000003}) {
-        reduce_scatter(engine, rank, count, "scatter" + std::to_string(count));
-      }
-    });
-  }
-});
-
-const bool mixed = testing::add("all collectives at once, in any order of submission, at any priority", [] {
-  constexpr int kOperations = 60;
-  for (const int size : {2, 3, 4}) {
-    with_world(size, [size](Engine& engine, int rank) {
-      std::mt19937 random(static_cast<unsigned>(rank));
-      std::vector<std::vector<float>> inputs, outputs;
-      std::vector<Request> requests;
-      for (int i = 0; i < kOperations; ++i) {
-        const std::size_t count = static_cast<std::size_t>(i) * 997 % 30000;
-        inputs.push_back(values_of(rank, count, static_cast<unsigned>(i)));
-        outputs.emplace_back(i % 3 == 1 ? count * static_cast<std::size_t>(size) : count);
-      }
-      for (int i = 0; i < kOperations; ++i) {
-        auto& input = inputs[static_cast<std::size_t>(i)];
-        auto& output = outputs[static_cast<std::size_t>(i)];
-        const std::size_t bytes = input.size() * sizeof(float);
-        Request request = transfer(i % 3 == 0   ? Collective::kAllreduce
-                                   : i % 3 == 1 ? Collective::kExchange
-                                                : Collective::kReduceScatter,
-                                   "o" + std::to_string(i), input, output, input.size());
-        request.priority = i * 7 % 5;
-        if (i % 3 == 1) {
-          for (int r = 0; r < size; ++r)
-            request.parts.push_back(Part{r, 0, bytes, bytes * static_cast<std::size_t>(r)});
-        } else if (i % 3 == 2) {
-          request.parts = {Part{rank, 0, bytes, 0}};  // every rank receives everything: parts may overlap
-        }
-        requests.push_back(std::move(request));
-      }
-      std::shuffle(requests.begin(), requests.end(), random);
-      std::vector<std::shared_ptr<Work>> works;
-      for (Request& request : requests) works.push_back(engine.submit(std::move(request)));
-      for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
-      for (int i = 0; i < kOperations; ++i) {
-        const std::size_t count = inputs[static_cast<std::size_t>(i)].size();
-        check(same_bits(outputs[static_cast<std::size_t>(i)],
-                        [&](std::size_t e) {
-                          const auto seed = static_cast<unsigned>(i);
-                          return i % 3 == 1 ? value_of(static_cast<int>(e / count), e % count, seed)
-                                            : sum_in_rank_order(size, e, seed);
-                        }),
-              "operation " + std::to_string(i));
-      }
-    });
-  }
-});
-
 // In a child: memory that cannot be read lies behind the array.
 const bool short_arrays = testing::add("nothing is read behind an array that is shorter than the others'", [] {
   constexpr std::size_t kShort = 5000, kLong = 200000, kPage = 4096;
   constexpr std::size_t kBytes = (kShort * sizeof(float) + kPage - 1) / kPage * kPage;
-  const pid_t child = fork();
-  if (child == 0) {
+  const bool is_right = succeeds_in_child([&] {
     auto* const pages =
         static_cast<char*>(mmap(nullptr, kBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     mprotect(pages + kBytes, kPage, PROT_NONE);
@@ -164,11 +90,9 @@ const bool short_arrays = testing::add("nothing is read behind an array that is 
       check(same_bits(output, [=](std::size_t i) { return i < kShort ? value_of(0, i) : value_of(1, i - kShort); }),
             "the arrays, one after the other");
     });
-    _exit(testing::failures == 0 ? 0 : 1);
-  }
-  int status = 0;
-  waitpid(child, &status, 0);
-  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child: " + std::to_string(status));
+    return testing::failures == 0;
+  });
+  check(is_right, "the child reads on");
 });
 
 const bool checked = testing::add("what a rank can see to be wrong fails on every rank", [] {

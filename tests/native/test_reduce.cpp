@@ -1,5 +1,13 @@
-// The reduction kernels against the reference: every dtype, op, count, offset, aliasing and target. Elements are
-// independent of each other, so that the reference of the longest arrays serves all of them.
+// The reduction kernels against the reference: every dtype, op, count, offset, aliasing and target; and values that are
+// easily got wrong: every 16-bit pattern, every rounding, zeros, infinities, NaNs, overflows of integers, and
+// floating-point modes of the caller. Elements are independent of each other, so that the reference of the longest
+// arrays serves all of them.
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -7,75 +15,253 @@
 #include "reduce_cases.hpp"
 #include "reduce_reference.hpp"
 
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
 namespace kvstore_hvd::reduce_tests {
 namespace {
 
+constexpr std::pair<double, double> kScales[] = {{1.0, 1.0}, {1.0, 1.0 / 3.0}, {-1.7, 1.0}, {0.3, 7.1}};
 constexpr std::size_t kCounts[] = {0, 1, 7, 15, 16, 17, 63, 64, 65, 1000, 4099};
 
 void check_product_of_all(DType dtype, bool as_half = false) {
-  struct Scales {
-    double prescale;
-    double postscale;
-  };
   for (int op = 0; op < kReduceOps; ++op) {
-    for (const int n_inputs : {1, 2, 3, 4, 5, 8, 17}) {
-      const auto seed = static_cast<std::uint64_t>(1000 * op + n_inputs);
-      const std::vector<Bytes> sources = random_arrays(dtype, n_inputs, kLongest, seed);
-      for (const Scales scales : {Scales{1.0, 1.0}, Scales{1.0, 1.0 / 3.0}, Scales{-1.7, 1.0}, Scales{0.3, 7.1}}) {
-        const Reduction reduction{dtype, static_cast<ReduceOp>(op), scales.prescale, scales.postscale, as_half};
+    for (const std::size_t n : {1, 2, 3, 4, 5, 8, 17}) {
+      const std::vector<Bytes> sources = random_arrays(dtype, static_cast<int>(n), kLongest, 1000U * op + n);
+      const std::vector<Outputs> places{{kNew}, {0}, {n - 1}, all_inputs(n), {kNew, n / 2, kNew}};
+      for (const std::pair<double, double>& scales : kScales) {
+        const Reduction reduction{dtype, static_cast<ReduceOp>(op), scales.first, scales.second, as_half};
         const Bytes result = expected(reduction, sources);
-        for (const std::string& target : targets()) {
-          set_simd_target(target);
+        on_each_target([&] {
           for (const std::size_t count : kCounts) {
-            for (const Outputs where : kOutputs) {
+            for (const Outputs& where : places) {
               // Aligned to a cache line, and to no more than an element.
               check_reduction(reduction, sources, result, count, 0, where);
               check_reduction(reduction, sources, result, count, size_of(dtype), where);
             }
           }
-        }
+        });
       }
     }
   }
-  set_simd_target("auto");
 }
 
 const bool products_registered = [] {
   for (int dtype = 0; dtype < kDTypes; ++dtype) {
     const auto type = static_cast<DType>(dtype);
     testing::add(std::string("everything: ") + name_of(type), [type] { check_product_of_all(type); });
+  }
+  for (const DType type : {DType::kFloat32, DType::kFloat64}) {
     testing::add(std::string("everything as half: ") + name_of(type), [type] { check_product_of_all(type, true); });
   }
   return true;
 }();
 
-const bool many_registered = testing::add("64 and 65 arrays", [] {
+const bool many_registered = testing::add("64 and 65 arrays; as half, which means nothing for other types", [] {
   for (int dtype = 0; dtype < kDTypes; ++dtype) {
-    for (const int n_inputs : {64, 65}) {
-      const Reduction reduction{static_cast<DType>(dtype), ReduceOp::kSum, 1.0, 0.5};
-      const std::vector<Bytes> sources = random_arrays(reduction.dtype, n_inputs, kLongest, 1);
-      const Bytes result = expected(reduction, sources);
-      for (const std::string& target : targets()) {
-        set_simd_target(target);
-        check_reduction(reduction, sources, result, kLongest, 8, Outputs::kAllInputs);
-        check_reduction(reduction, sources, result, kLongest, 8, Outputs::kOneNew);
+    for (const std::size_t n : {64, 65}) {
+      for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMax}) {
+        const Reduction reduction{static_cast<DType>(dtype), op, 1.0, 0.5, n == 65};
+        const std::vector<Bytes> sources = random_arrays(reduction.dtype, static_cast<int>(n), kLongest, 1);
+        const Bytes result = expected(reduction, sources);
+        on_each_target([&] {
+          check_reduction(reduction, sources, result, kLongest, 8, all_inputs(n));
+          check_reduction(reduction, sources, result, kLongest, 8, {kNew});
+        });
       }
     }
   }
-  set_simd_target("auto");
 });
-
-// ---- Targets ----
 
 const bool targets_registered = testing::add("targets are set by name", [] {
   check(set_simd_target("scalar"), "scalar is always there");
-  check(std::string(simd_target()) == "scalar", "the target that was set is in use");
-  check(!set_simd_target("avx1024"), "an unknown target is refused");
-  check(!set_simd_target(""), "an empty name is refused");
+  for (const char* unknown : {"avx1024", ""}) check(!set_simd_target(unknown), "an unknown target is refused");
   check(std::string(simd_target()) == "scalar", "a refused target changes nothing");
-  check(set_simd_target("auto"), "auto chooses");
-  check(std::string(simd_target()) == targets().back(), "auto chooses the best");
+  check(set_simd_target("auto") && std::string(simd_target()) == targets().back(), "auto chooses the best");
 });
+
+// Every 16-bit pattern with every other operand of a list, so that every widening, and roundings at every magnitude,
+// occur.
+const bool patterns_registered = testing::add("every 16-bit pattern", [] {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    Bytes all(65536 * 2);
+    for (unsigned bits = 0; bits < 65536; ++bits) set_element(dtype, all, bits, bits);
+    std::mt19937_64 random(7);
+    const Bytes scrambled = random_array(dtype, 65536, random);
+    for (const double prescale : {1.0, 1.0 / 3.0, 1e-3, 3e4}) {
+      for (const Bytes& other : {Bytes(65536 * 2, 0), scrambled}) {
+        const Reduction reduction{dtype, ReduceOp::kSum, prescale, 1.0};
+        const Bytes result = expected(reduction, {all, other});
+        on_each_target([&] { check_reduction(reduction, {all, other}, result, 65536, 0, {kNew}); });
+      }
+    }
+  }
+});
+
+template <class Values>
+Bytes bytes_of(const Values& values) {
+  Bytes bytes(values.size() * sizeof(*values.begin()));
+  std::memcpy(bytes.data(), &*values.begin(), bytes.size());
+  return bytes;
+}
+
+// Every float16, what lies half-way to the next, and the neighbours of both; as doubles also what only float32 rounds
+// to half-way.
+template <typename T>
+void check_roundings(DType dtype) {
+  std::vector<T> values;
+  for (unsigned bits = 0; bits < 65536; ++bits) {
+    const auto value = static_cast<T>(decode(bits, 5, 10));
+    const T tie = std::isinf(value) ? value : (value + static_cast<T>(decode(bits + 1, 5, 10))) / 2;
+    for (const T exact : {value, tie}) {
+      for (const T towards : {-1e9, 1e9}) values.push_back(std::nextafter(exact, towards));
+      values.push_back(exact);
+      values.push_back(exact * (1 + std::numeric_limits<float>::epsilon() / 4));
+    }
+  }
+  for (const T most : {65519.996, 65520.0, -65519.996, -65520.0, 1e38}) values.push_back(most);
+  const Bytes all = bytes_of(values);
+  std::mt19937_64 random(11);
+  const Reduction reduction{dtype, ReduceOp::kSum, 1.0, 1.0, true};
+  for (const Bytes& other : {bytes_of(std::vector<T>(values.size(), 0)), random_array(dtype, values.size(), random)}) {
+    const Bytes result = expected(reduction, {all, other});
+    on_each_target([&] { check_reduction(reduction, {all, other}, result, values.size(), 0, all_inputs(2)); });
+  }
+}
+
+const bool roundings_registered = testing::add("as half: every rounding", [] {
+  check_roundings<float>(DType::kFloat32);
+  check_roundings<double>(DType::kFloat64);
+});
+
+// Every pattern, what lies half-way, and lengths that fill no vector.
+const bool conversions_registered = testing::add("conversions to 16 bits and back", [] {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+    std::vector<std::uint16_t> halves, narrowed;
+    std::vector<float> floats, widened;
+    for (unsigned bits = 0; bits < 65536; ++bits) {
+      const auto value = static_cast<float>(number_of(dtype, bits)), next = static_cast<float>(number_of(dtype, bits + 1));
+      halves.push_back(static_cast<std::uint16_t>(bits));
+      for (const float each : {value, (value + next) / 2, std::nextafter(value, 1e9F)}) floats.push_back(each);
+    }
+    on_each_target([&] {
+      for (const std::size_t count : {floats.size(), std::size_t{1}, std::size_t{37}}) {
+        narrowed.assign(count + 1, 7);
+        narrow(dtype, floats.data(), narrowed.data(), count);
+        bool is_right = narrowed[count] == 7;
+        for (std::size_t i = 0; i < count; ++i) {
+          is_right = is_right && narrowed[i] == bits_of(dtype, static_cast<double>(floats[i]));
+        }
+        check(is_right, std::string("narrow by ") + simd_target());
+      }
+      widened.assign(halves.size(), 0);
+      widen(dtype, halves.data(), widened.data(), halves.size());
+      bool is_right = true;
+      for (unsigned bits = 0; bits < 65536; ++bits) {
+        const double value = number_of(dtype, bits), found = static_cast<double>(widened[bits]);
+        is_right = is_right && (std::isnan(value) ? std::isnan(found) : value == found);
+      }
+      check(is_right, std::string("widen by ") + simd_target());
+    });
+  }
+});
+
+template <typename T>
+void check_written_out(const Reduction& reduction, const std::vector<Bytes>& inputs, std::initializer_list<T> result) {
+  on_each_target([&] {
+    check_reduction(reduction, inputs, bytes_of(result), result.size(), 0, all_inputs(inputs.size()));
+  });
+}
+
+const bool specials_registered = testing::add("special values, written out", [] {
+  using Words = std::initializer_list<std::uint32_t>;
+  using Halves = std::initializer_list<std::uint16_t>;
+  const Reduction sum{DType::kFloat32, ReduceOp::kSum};
+  // -0 + -0, -0 + 0, denormal + denormal, infinity - infinity, payload NaN + 1, signalling NaN + NaN.
+  check_written_out(sum,
+                    {bytes_of(Words{0x80000000, 0x80000000, 1, 0x7f800000, 0xffc12345, 0x7f800001}),
+                     bytes_of(Words{0x80000000, 0x00000000, 2, 0xff800000, 0x3f800000, 0xffffffff})},
+                    Words{0x80000000, 0x00000000, 3, 0x7fc00000, 0x7fc00000, 0x7fc00000});
+  const std::vector<Bytes> zeros_and_nans = {bytes_of(Words{0x00000000, 0x80000000, 0x7fc00000, 0x3f800000}),
+                                             bytes_of(Words{0x80000000, 0x00000000, 0x3f800000, 0x7fc00000})};
+  check_written_out(Reduction{DType::kFloat32, ReduceOp::kMin}, zeros_and_nans,
+                    Words{0x80000000, 0x80000000, 0x7fc00000, 0x7fc00000});
+  check_written_out(Reduction{DType::kFloat32, ReduceOp::kMax}, zeros_and_nans,
+                    Words{0x00000000, 0x00000000, 0x7fc00000, 0x7fc00000});
+  // float16: 65504 + 16 is a tie that rounds to infinity, + 15.99 is not; 1 + 2^-11 a tie to even; 2^-24 + 2^-24.
+  check_written_out(Reduction{DType::kFloat16, ReduceOp::kSum},
+                    {bytes_of(Halves{0x7bff, 0x7bff, 0x3c00, 0x3c01, 0x0001, 0xfe01}),
+                     bytes_of(Halves{0x4c00, 0x4bff, 0x1000, 0x1000, 0x0001, 0x0000})},
+                    Halves{0x7c00, 0x7bff, 0x3c00, 0x3c02, 0x0002, 0x7e00});
+  // One rounding only: 2048 + 1 + 1 is lost when every partial sum is rounded to float16.
+  check_written_out(Reduction{DType::kFloat16, ReduceOp::kSum},
+                    {bytes_of(Halves{0x6800}), bytes_of(Halves{0x3c00}), bytes_of(Halves{0x3c00})}, Halves{0x6801});
+  check_written_out(Reduction{DType::kBFloat16, ReduceOp::kSum},
+                    {bytes_of(Halves{0x3f80, 0x3f81, 0x7f7f, 0x7f80, 0x8000, 0x7f81}),
+                     bytes_of(Halves{0x3b80, 0x3b80, 0x7f7f, 0xff80, 0x8000, 0x0000})},
+                    Halves{0x3f80, 0x3f82, 0x7f80, 0x7fc0, 0x8000, 0x7fc0});
+});
+
+const bool integers_registered = testing::add("integers wrap, scaling saturates", [] {
+  using Int8s = std::initializer_list<std::int8_t>;
+  using Int64s = std::initializer_list<std::int64_t>;
+  constexpr std::int64_t kMax = std::numeric_limits<std::int64_t>::max();
+  constexpr std::int64_t kMin = std::numeric_limits<std::int64_t>::min();
+  check_written_out(Reduction{DType::kInt8, ReduceOp::kSum},
+                    {bytes_of(Int8s{127, -128, 5}), bytes_of(Int8s{1, -1, -7})}, Int8s{-128, 127, -2});
+  check_written_out(Reduction{DType::kInt8, ReduceOp::kAverage, 1.0, 0.5},
+                    {bytes_of(Int8s{3, -3, 100}), bytes_of(Int8s{0, 0, 2})}, Int8s{1, -1, 51});
+  check_written_out(Reduction{DType::kInt8, ReduceOp::kSum, 100.0, 1.0},
+                    {bytes_of(Int8s{2, -2, 1}), bytes_of(Int8s{0, 0, 0})}, Int8s{127, -128, 100});
+  // 2^63 - 1 is not a float64: an unscaled side must not go through one.
+  check_written_out(Reduction{DType::kInt64, ReduceOp::kMin, 1.0, 1.0},
+                    {bytes_of(Int64s{kMax, kMax - 1}), bytes_of(Int64s{kMax, kMax})}, Int64s{kMax, kMax - 1});
+  check_written_out(Reduction{DType::kInt64, ReduceOp::kSum, 1.0, 2.0},
+                    {bytes_of(Int64s{kMax - 1, kMin, 4}), bytes_of(Int64s{0, 0, -1})}, Int64s{kMax, kMin, 6});
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  check_written_out(Reduction{DType::kInt64, ReduceOp::kSum, 1.0, nan}, {bytes_of(Int64s{3}), bytes_of(Int64s{4})},
+                    Int64s{0});
+});
+
+const bool bits_registered = testing::add("one unscaled input keeps its bits", [] {
+  const Bytes nans = bytes_of(std::initializer_list<std::uint32_t>{0x7f800001, 0xffc12345, 0x80000000});
+  check_reduction(Reduction{}, {nans}, nans, 3, 4, {kNew, 0, kNew});
+});
+
+#if defined(__x86_64__)
+using FloatControl = unsigned;
+constexpr FloatControl kFlushAndRoundUp = 0x8040 | 0x4000, kModes = 0xffc0;
+FloatControl float_control() { return _mm_getcsr(); }
+void set_float_control(FloatControl value) { _mm_setcsr(value); }
+#elif defined(__aarch64__)
+using FloatControl = std::uint64_t;
+constexpr FloatControl kFlushAndRoundUp = 0x1480000, kModes = 0x7c80000;
+FloatControl float_control() {
+  FloatControl value = 0;
+  asm volatile("mrs %0, fpcr" : "=r"(value));
+  return value;
+}
+void set_float_control(FloatControl value) { asm volatile("msr fpcr, %0" : : "r"(value)); }
+#endif
+
+#if defined(__x86_64__) || defined(__aarch64__)
+const bool environment_registered = testing::add("the caller's floating-point modes do not matter", [] {
+  for (const DType dtype : {DType::kFloat16, DType::kBFloat16, DType::kFloat32, DType::kFloat64}) {
+    const Reduction reduction{dtype, ReduceOp::kSum, 1.0, 0.37};
+    const std::vector<Bytes> sources = random_arrays(dtype, 3, kLongest, 5);
+    const Bytes result = expected(reduction, sources);
+    on_each_target([&] {
+      const FloatControl before = float_control();
+      set_float_control(before | kFlushAndRoundUp);
+      check_reduction(reduction, sources, result, kLongest, 0, all_inputs(3));
+      const FloatControl after = float_control();
+      set_float_control(before);
+      check((after & kModes) == ((before | kFlushAndRoundUp) & kModes), "the caller's modes are restored");
+    });
+  }
+});
+#endif
 
 }  // namespace
 }  // namespace kvstore_hvd::reduce_tests

@@ -1,7 +1,6 @@
 // TCP between hosts: messages of any size arrive whole, in order and where they belong, whoever is early; and what
 // ends.
 #include <fcntl.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -223,20 +222,15 @@ const bool floods = testing::add("messages that are too long, or that nobody can
 const bool forked = testing::add("a forked child holds no connection, and its own files stay its own", [] {
   const auto sockets = tcp_connections(2);
   auto end = tcp_transport(sockets[0]);
-  const pid_t child = fork();
-  if (child == 0) {
-    if (fcntl(sockets[0][1], F_GETFD) >= 0) _exit(1);
+  const bool is_closed = succeeds_in_child([&] {
+    if (fcntl(sockets[0][1], F_GETFD) >= 0) return false;
     const int own = dup2(STDERR_FILENO, sockets[0][1]);
-    const pid_t grandchild = fork();
-    if (grandchild == 0) _exit(fcntl(own, F_GETFD) >= 0 ? 0 : 1);
-    int status = 1;
-    waitpid(grandchild, &status, 0);
+    const auto is_there = [own] { return fcntl(own, F_GETFD) >= 0; };
+    const bool in_grandchild = succeeds_in_child(is_there);
     end.reset();
-    _exit(status == 0 && fcntl(own, F_GETFD) >= 0 ? 0 : 2);
-  }
-  int status = 1;
-  waitpid(child, &status, 0);
-  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "the child: " + std::to_string(status));
+    return in_grandchild && is_there();
+  });
+  check(is_closed, "the child");
   check(fcntl(sockets[0][1], F_GETFD) >= 0, "the parent keeps it");
   close(sockets[1][0]);
 });

@@ -16,10 +16,9 @@ from kvstore_hvd.errors import (
 )
 from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, expected_sum
-from support.fake_cuda import CUDARuntimeError, fake_cuda
+from support.fake_cuda import COMPILER, CUDARuntimeError, compiled, fake_cuda, host_kernels, loaded
 from support.gpu_claims import DLPack, OnGPU
 from support.host_executor import HostExecutor
-from support.host_kernels import COMPILER, compiled, host_kernels, loaded
 from support.launched import launched
 
 

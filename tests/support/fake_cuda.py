@@ -1,20 +1,24 @@
 """A stand-in for CuPy, for tests on machines without a GPU: memory of the host, streams that are threads.
 
 Only the calls that this package makes exist, with CUDA's own order: what is enqueued on a stream runs later, one after
-another, and copies and kernels of different streams overlap. Kernels are those of `host_kernels`. Every call of the
-runtime is recorded. Several ranks are threads of the test, each with a current device of its own.
+another, and copies and kernels of different streams overlap. Kernels are the real ones, which g++ compiles for this
+machine: see `host_kernels`. Every call of the runtime is recorded. Several ranks are threads of the test, each with a current device of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,7 +28,19 @@ import pytest
 from kvstore_hvd.gpu import kernels, runtime
 from support.gpu_claims import OnGPU
 
-__all__ = ["CUDARuntimeError", "FakeCuda", "FakeDevice", "fake_cuda"]
+__all__ = [
+    "COMPILER",
+    "CUDARuntimeError",
+    "FakeCuda",
+    "FakeDevice",
+    "compiled",
+    "fake_cuda",
+    "host_kernels",
+    "loaded",
+]
+
+ROOT = Path(__file__).resolve().parents[2]
+COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
 # Carries a kernel out: its name, arguments and grid; inside of `host_kernels` only.
 run_kernel: Callable[[str, list[Any], tuple[int, ...]], None] | None = None
@@ -284,3 +300,39 @@ def fake_cuda() -> Iterator[FakeCuda]:
         for stream in (*machine.streams.values(), *machine._default.values()):
             stream.push(None)
         runtime.cupy.cache_clear()
+
+
+def compiled(folder: Path) -> Path:
+    """The kernels as a library in the folder."""
+    path = folder / "libkernels.so"
+    includes = [f"-I{ROOT / each}" for each in ("native/cuda", "native", "tests/native/cuda")]
+    flags = ["-std=c++17", "-O0", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
+    source = ROOT / "tests" / "support" / "host_kernels.cpp"
+    subprocess.run([str(COMPILER), *flags, *includes, "-o", str(path), str(source)], check=True)
+    return path
+
+
+def loaded(path: Path) -> Any:
+    """What `compiled` made, for `host_kernels`."""
+    library = ctypes.CDLL(str(path))
+    library.run_kernel.restype = ctypes.c_bool
+    library.run_kernel.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p]
+    return library
+
+
+@contextmanager
+def host_kernels(library: Any) -> Iterator[None]:
+    """Let the stand-in launch these inside."""
+
+    def run(name: str, arguments: list[Any], grid: tuple[int, ...]) -> None:
+        world = int(arguments[0]) if len(arguments) == 2 else None
+        assert library.run_kernel(name.encode(), grid[0], grid[1], world, arguments[-1].ctypes.data), name
+
+    # Tiles are small there, so that small arrays have many.
+    sizes = (ctypes.c_uint * 2)()
+    library.constants(ctypes.byref(sizes, 0), ctypes.byref(sizes, 4))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "TILE_BYTES", sizes[0])
+        patch.setattr(kernels, "TILE_ELEMENTS", sizes[1])
+        patch.setattr(sys.modules[__name__], "run_kernel", run)
+        yield

@@ -78,25 +78,9 @@ inline std::vector<Bytes> contributions(const Reduction& reduction, u32 n, std::
     for (std::size_t i = 0; i < count; ++i) {
       const bool product = reduction.op == ReduceOp::kProduct;
       const double value = product ? (draw(random, 2) == 0 ? -1.0 : 2.0) : static_cast<double>(draw(random, 15)) - 7.0;
-      const auto single = static_cast<float>(value);
-      u64 bits = 0;
-      switch (reduction.dtype) {
-        case DType::kFloat16:
-          bits = reduce_tests::encode(value, 5, 10);
-          break;
-        case DType::kBFloat16:
-          bits = reduce_tests::encode(value, 8, 7);
-          break;
-        case DType::kFloat32:
-          std::memcpy(&bits, &single, sizeof(single));
-          break;
-        case DType::kFloat64:
-          std::memcpy(&bits, &value, sizeof(value));
-          break;
-        default:
-          continue;  // integers wrap around: any order gives the same bits
-      }
-      std::memcpy(array.data() + i * size_of(reduction.dtype), &bits, size_of(reduction.dtype));
+      // Integers wrap around: any order gives the same bits.
+      if (!reduce_tests::is_float(reduction.dtype)) continue;
+      reduce_tests::set_element(reduction.dtype, array, i, reduce_tests::bits_of(reduction.dtype, value));
     }
   }
   return arrays;
@@ -131,78 +115,49 @@ inline Bytes reduced(const Reduction& reduction, const std::vector<Bytes>& input
   return result;
 }
 
-// Allreduce and reduce-scatter of several tensors by `oneshot` or `twoshot`.
-class Direct final : public Operation {
+// Allreduce and reduce-scatter of several tensors by `oneshot` or `twoshot`; allreduce of one array around the `ring`.
+class Reduced final : public Operation {
  public:
-  Direct(Ranks& ranks, const std::string& algorithm, std::mt19937_64& random, u64 most_bytes, u64 timeout_ns)
+  Reduced(Ranks& ranks, const std::string& algorithm, std::mt19937_64& random, u64 most_bytes, u64 timeout_ns)
       : Operation(ranks, algorithm) {
     const u32 n = ranks.size();
-    const Reduction reduction = never_a_copy(random_reduction(random, false), n);
+    const bool ring = algorithm == "ring";
+    Reduction reduction = random_reduction(random, ring);
+    if (!ring) reduction = never_a_copy(reduction, n);
     const std::size_t size = size_of(reduction.dtype);
-    const u32 tensors = 1 + draw(random, 4);
+    const u32 tensors = ring ? 1 : 1 + draw(random, 4);
     const bool scatter = algorithm == "oneshot" && draw(random, 4) == 0;
     what_ += " of " + reduce_tests::describe(reduction, n, tensors) + (scatter ? " scattered" : "");
     launch_ = launch_of(reduction, timeout_ns);
-    launch_.staging_offset = ranks.next_staging_offset();
+    if (!ring) launch_.staging_offset = ranks.next_staging_offset();
     in_ = std::make_unique<Table>(n, tensors);
     out_ = std::make_unique<Table>(n, tensors);
+    const auto any_shift = [&] { return draw(random, 3) == 0 ? draw(random, 16) * size : 0; };
     u64 offset = 0;
     for (u32 i = 0; i < tensors; ++i) {
       const std::size_t count = draw(random, static_cast<u32>(most_bytes / tensors / size));
-      const std::vector<Bytes> values = contributions(reduction, n, count, false, random);
+      const std::vector<Bytes> values = contributions(reduction, n, count, ring, random);
       const Bytes result = reduced(reduction, values, count);
       const u32 owner = draw(random, n);
       for (u32 rank = 0; rank < n; ++rank) {
-        const std::size_t shift = draw(random, 3) == 0 ? draw(random, 16) * size : 0;
+        const std::size_t shift = any_shift();
         inputs_[rank].push_back(std::make_shared<Array>(count * size, shift));
         inputs_[rank].back()->set(values[rank]);
         in_->set(rank, i, inputs_[rank].back()->data(), offset, count * size);
         if (scatter && rank != owner) continue;
         const bool in_place = draw(random, 2) == 0;
-        const std::size_t other_shift = draw(random, 3) == 0 ? draw(random, 16) * size : 0;
+        const std::size_t other_shift = ring ? shift : any_shift();
         outputs_[rank].push_back(in_place ? inputs_[rank].back() : std::make_shared<Array>(count * size, other_shift));
         out_->set(rank, i, outputs_[rank].back()->data(), offset, count * size);
         expected_[rank].push_back(result);
       }
-      offset += rounded(count * size);
+      offset += ring ? count * size : rounded(count * size);
     }
     launch_.bytes = offset;
     launch_.inputs = in_->finish(kTileBytes);
     launch_.outputs = out_->finish(kTileBytes);
     launch_.n_inputs = launch_.n_outputs = tensors;
-    kernel_ = meeting_kernels().at(allreduce_name(algorithm, reduction, draw(random, 2) == 0 ? n : 0));
-  }
-};
-
-// Allreduce of one array around the ring.
-class Around final : public Operation {
- public:
-  Around(Ranks& ranks, std::mt19937_64& random, u64 most_bytes, u64 timeout_ns) : Operation(ranks, "ring") {
-    const Reduction reduction = random_reduction(random, true);
-    const u32 n = ranks.size();
-    const std::size_t size = size_of(reduction.dtype);
-    const std::size_t count = draw(random, static_cast<u32>(most_bytes / size));
-    what_ += " of " + reduce_tests::describe(reduction, n, count);
-    launch_ = launch_of(reduction, timeout_ns);
-    in_ = std::make_unique<Table>(n, 1);
-    out_ = std::make_unique<Table>(n, 1);
-    const std::vector<Bytes> values = contributions(reduction, n, count, true, random);
-    const Bytes result = reduced(reduction, values, count);
-    for (u32 rank = 0; rank < n; ++rank) {
-      const std::size_t shift = draw(random, 4) == 0 ? draw(random, 16) * size : 0;
-      const bool in_place = draw(random, 2) == 0;
-      inputs_[rank].push_back(std::make_shared<Array>(count * size, shift));
-      inputs_[rank].back()->set(values[rank]);
-      outputs_[rank].push_back(in_place ? inputs_[rank].back() : std::make_shared<Array>(count * size, shift));
-      in_->set(rank, 0, inputs_[rank].back()->data(), 0, count * size);
-      out_->set(rank, 0, outputs_[rank].back()->data(), 0, count * size);
-      expected_[rank].push_back(result);
-    }
-    launch_.bytes = count * size;
-    launch_.inputs = in_->finish(kTileBytes);
-    launch_.outputs = out_->finish(kTileBytes);
-    launch_.n_inputs = launch_.n_outputs = 1;
-    kernel_ = meeting_kernels().at(allreduce_name("ring", reduction, n));
+    kernel_ = meeting_kernels().at(allreduce_name(algorithm, reduction, ring || draw(random, 2) == 0 ? n : 0));
   }
 };
 

@@ -22,17 +22,22 @@ function(kvhvd_mutation name caught_by file old new)
   if(old STREQUAL new)
     set(seconds 5)
   endif()
+  set(program test_gpu_kernels)
+  if(caught_by STREQUAL "order")
+    set(program test_gpu_order)
+    set(caught_by "")
+  endif()
   # One element type: the faults are not those of a type.
   execute_process(
-    COMMAND ${COMMAND} -w -DKVHVD_ONLY=2 -I${folder} -I${TESTS} -I${TESTS}/.. ${folder}/${caught_by}.cpp ${LIBRARY} -pthread
-      -o ${folder}/${caught_by}
+    COMMAND ${COMMAND} -w -DKVHVD_ONLY=2 -I${folder} -I${TESTS} -I${TESTS}/.. ${folder}/${program}.cpp ${LIBRARY} -pthread
+      -o ${folder}/${program}
     RESULT_VARIABLE result)
   if(NOT result EQUAL 0)
     message(FATAL_ERROR "${name}: does not compile")
   endif()
   execute_process(
     COMMAND ${CMAKE_COMMAND} -E env KVHVD_TEST_SECONDS=${seconds} TSAN_OPTIONS=halt_on_error=1
-      ${folder}/${caught_by}
+      ${folder}/${program} ${caught_by}
     RESULT_VARIABLE result OUTPUT_QUIET ERROR_QUIET)
   if(old STREQUAL new)
     if(NOT result EQUAL 0)

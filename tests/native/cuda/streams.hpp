@@ -50,19 +50,13 @@ bool run_seed(u32 n, u64 seed, const Limits& limits) {
   bool around = false;
   for (u32 left = 1 + draw(random, limits.operations); left > 0; --left) {
     const u64 bytes = 64 + draw(random, static_cast<u32>(limits.bytes - 64));
-    switch (draw(random, n > 1 ? 5 : 3)) {  // a ring has neighbours
-      case 0:
-        operations.push_back(std::make_unique<Direct>(ranks, "oneshot", random, bytes, limits.timeout_ns));
-        break;
-      case 1:
-        operations.push_back(std::make_unique<Direct>(ranks, "twoshot", random, bytes, limits.timeout_ns));
-        break;
-      case 2:
-        operations.push_back(std::make_unique<Exchange>(ranks, random, bytes, limits.timeout_ns));
-        break;
-      default:
-        operations.push_back(std::make_unique<Around>(ranks, random, bytes, limits.timeout_ns));
-        around = true;
+    const u32 kind = draw(random, n > 1 ? 5 : 3);  // a ring has neighbours
+    const char* const algorithm = kind == 0 ? "oneshot" : kind == 1 ? "twoshot" : "ring";
+    around = around || kind > 2;
+    if (kind == 2) {
+      operations.push_back(std::make_unique<Exchange>(ranks, random, bytes, limits.timeout_ns));
+    } else {
+      operations.push_back(std::make_unique<Reduced>(ranks, algorithm, random, bytes, limits.timeout_ns));
     }
   }
   // A ring has as many blocks on every rank; else ranks may differ.

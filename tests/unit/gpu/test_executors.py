@@ -14,9 +14,8 @@ from kvstore_hvd.world import gpus
 from kvstore_hvd.world.gpus import create_executor
 from kvstore_hvd.world.topology import Host, Topology
 from support.executor_cases import STAGING, ExecutorCases, Ranks
-from support.fake_cuda import FakeDevice, fake_cuda
+from support.fake_cuda import COMPILER, FakeDevice, compiled, fake_cuda, host_kernels, loaded
 from support.gpu_ranks import Exchange, HostArray, on_ranks
-from support.host_kernels import COMPILER, compiled, host_kernels, loaded
 
 
 class Engines:

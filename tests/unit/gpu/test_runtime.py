@@ -83,7 +83,7 @@ def test_what_stands_against_a_path_is_said():
 
 
 def test_sizes_and_launches_fit_the_device():
-    # tests/native/cuda/test_gpu_copies.cpp has the same numbers, as the C++ compiler sees them.
+    # tests/native/cuda/test_gpu_kernels.cpp has the same numbers, as the C++ compiler sees them.
     assert kernels.STRUCTURES == {"Segment": 32, "World": 416, "Launch": 80, "Copy": 40, "Control": 27136}
     limits = kernels.Limits(132, 2, sharers=8)
     assert limits.blocks(1000) == 33

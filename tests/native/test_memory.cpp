@@ -1,10 +1,12 @@
-// The lock of the tensor table when memory runs out under it.
+// Memory: the lock of the tensor table when it runs out, and what a transport gives back.
+#include <atomic>
 #include <cstdlib>
 #include <new>
 #include <string>
 
 #include "check.hpp"
 #include "engine/tensor_table.hpp"
+#include "link/transport.hpp"
 #include "ranks.hpp"
 #include "shm/wait.hpp"
 #include "shm/world.hpp"
@@ -13,23 +15,30 @@ namespace {
 
 // How many allocations of this thread succeed before one fails; less than 0: all of them do.
 thread_local int allocations_left = -1;
+std::atomic<std::ptrdiff_t> allocated{0};  // pieces, of all threads
 
 void* allocate(std::size_t bytes) {
   if (allocations_left == 0) throw std::bad_alloc();
   if (allocations_left > 0) --allocations_left;
   void* memory = std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
+  ++allocated;
   return memory;
+}
+
+void give_back(void* memory) {
+  if (memory != nullptr) --allocated;
+  std::free(memory);
 }
 
 }  // namespace
 
 void* operator new(std::size_t bytes) { return allocate(bytes); }
 void* operator new[](std::size_t bytes) { return allocate(bytes); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete[](void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { std::free(memory); }
+void operator delete(void* memory) noexcept { give_back(memory); }
+void operator delete[](void* memory) noexcept { give_back(memory); }
+void operator delete(void* memory, std::size_t) noexcept { give_back(memory); }
+void operator delete[](void* memory, std::size_t) noexcept { give_back(memory); }
 
 namespace kvstore_hvd {
 namespace {
@@ -65,6 +74,33 @@ const bool released = testing::add("whatever allocation fails, the table's lock 
     world.table_lock.unlock();
   }
   check(failed > 4, "allocations under the lock: " + std::to_string(failed));
+});
+
+const bool freed = testing::add("what was sent, has come, or is under way leaves nothing behind", [] {
+  const auto connected = [] {
+    std::vector<std::shared_ptr<Transport>> ends;
+    for (const auto& sockets : tcp_connections(2)) ends.push_back(tcp_transport(sockets));
+    return ends;
+  };
+  static_cast<void>(connected());  // what the first transport makes stays
+  std::vector<char> content(1000);
+  for (const int messages : {0, 50}) {
+    const auto before = allocated.load();
+    {
+      const auto ends = connected();
+      for (int i = 0; i < messages; ++i) {
+        auto sending = ends[0]->send(1, kRecords, content.data(), content.size());
+        auto receiving = ends[1]->receive(0, kRecords, content.data(), content.size());
+        while (!ends[0]->test(sending) || !ends[1]->test(receiving)) ends[1]->progress();
+      }
+      if (messages > 0) {
+        static_cast<void>(ends[0]->send(1, kPartials, content.data(), content.size()));
+        static_cast<void>(ends[0]->receive(1, kPartials, content.data(), content.size()));
+      }
+    }
+    const std::ptrdiff_t left = allocated.load() - before;
+    check_equal(left, std::ptrdiff_t{0}, "what is left of " + std::to_string(messages) + " messages");
+  }
 });
 
 }  // namespace

@@ -1,0 +1,176 @@
+// What is measured and recorded of operations: rounds, exposed times and the timeline by hand-made times, then a world
+// that completes and fails.
+#include <algorithm>
+#include <map>
+#include <string>
+
+#include "check.hpp"
+#include "ranks.hpp"
+#include "report/report.hpp"
+
+namespace kvstore_hvd {
+namespace {
+
+using std::chrono::hours;
+using testing::check;
+using testing::check_equal;
+using Time = std::chrono::steady_clock::time_point;
+
+// Submissions take their times from the clock, completions are said to be hours later: nothing in between matters.
+long hours_of(std::chrono::nanoseconds duration) {
+  return std::chrono::duration_cast<hours>(duration + std::chrono::minutes(30)).count();
+}
+
+std::shared_ptr<const Request> any_request() { return std::make_shared<Request>(); }
+
+const bool exposed = testing::add("what completes after the last submission of a round is exposed", [] {
+  Rounds rounds;
+  Statistics first, second, third;
+  Work a(any_request()), b(any_request()), c(any_request());
+  rounds.submitted(first, a);
+  rounds.completed(first, a, a.submitted + hours(7));
+  rounds.submitted(second, b);  // whatever `first` took, the rank was still computing
+  rounds.submitted(third, c);
+  c.scheduled = b.scheduled = c.submitted + hours(1);
+  rounds.completed(third, c, c.submitted + hours(2));
+  rounds.completed(second, b, c.submitted + hours(3));
+  check_equal(hours_of(second.last.exposed), 0, "unknown as long as more may come");
+  Work again(any_request());
+  rounds.submitted(first, again);
+  check_equal(hours_of(first.last.exposed), 0, "the first was hidden");
+  check_equal(hours_of(third.last.exposed), 2, "the third");
+  check_equal(hours_of(second.last.exposed), 3, "the second, from the submission of the third on");
+  check_equal(hours_of(second.total.exposed), 3, "total");
+  check_equal(rounds.statistics().count, 1u, "rounds that are over");
+  check_equal(hours_of(rounds.statistics().exposed), 3, "the round waits for the last one");
+  check_equal(hours_of(rounds.statistics().reducing), 2, "of which one was reduced for an hour, another for two");
+});
+
+const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {
+  Rounds rounds;
+  Statistics slow;
+  Work a(any_request()), b(any_request());
+  rounds.submitted(slow, a);
+  rounds.end(a.submitted + hours(4));
+  rounds.submitted(slow, b);
+  rounds.completed(slow, a, a.submitted + hours(9));
+  check_equal(hours_of(slow.last.exposed), 4, "until the end of its round");
+  rounds.completed(slow, b, b.submitted + hours(1));
+  rounds.end(b.submitted + hours(1));
+  check_equal(hours_of(slow.total.exposed), 5, "total");
+  rounds.end(b.submitted + hours(2));
+  check_equal(rounds.statistics().count, 2u, "nothing was submitted in the last one");
+  check_equal(hours_of(rounds.statistics().exposed), 5, "until each round's end");
+});
+
+const bool bounded = testing::add("names that are used once are counted together when there are too many", [] {
+  with_world(1, [](Engine& engine, int) {
+    std::vector<float> data(1);
+    const int names = kSlots + 1000;
+    for (int i = 0; i < names; ++i) check(engine.run(allreduce("once" + std::to_string(i), data)).ok(), "run");
+    std::uint64_t operations = 0;
+    const auto all = engine.report().names;
+    for (const auto& [name, one] : all) operations += one.operations;
+    check_equal(operations, static_cast<std::uint64_t>(names), "none is lost");
+    check(all.size() <= kSlots + 2, "bounded");
+  });
+});
+
+void check_order(const TimelineEvent& event) {
+  check(event.submitted <= event.since && event.since <= event.scheduled && event.scheduled <= event.completed,
+        event.name + ": times decrease");
+}
+
+const bool no_room = testing::add("what finds no room is counted, and there is room again once it is taken", [] {
+  Timeline timeline;
+  timeline.start(3);
+  auto request = std::make_shared<Request>();
+  const Work work(request);
+  for (int i = 0; i < 10; ++i) timeline.record(work, Time(hours(i)), false);
+  TimelineEvents taken = timeline.take();
+  check_equal(taken.events.size(), 3u, "kept");
+  check_equal(taken.lost, 7u, "lost");
+  check(taken.events.back().completed == Time(hours(2)), "the first ones are kept, in their order");
+  timeline.record(work, Time(hours(11)), false);
+  taken = timeline.take();
+  check_equal(taken.events.size(), 1u, "again");
+  check_equal(taken.lost, 0u, "counted once");
+});
+
+const bool ordered = testing::add("times never decrease, whatever was seen first", [] {
+  Timeline timeline;
+  timeline.start(3);
+  Work work(std::make_shared<Request>());
+  work.submitted = work.since = Time(hours(5));
+  work.scheduled = Time(hours(4));  // before this rank has looked at the clock
+  timeline.record(work, Time(hours(6)), false);
+  work.scheduled = Time();  // never
+  timeline.record(work, Time(hours(7)), true);
+  work.submitted = Time(hours(3));  // the one before it was over at 5
+  work.scheduled = Time(hours(6));
+  timeline.record(work, Time(hours(8)), false);
+  const TimelineEvents taken = timeline.take();
+  for (const TimelineEvent& event : taken.events) check_order(event);
+  check(taken.events[0].scheduled == Time(hours(5)), "scheduled at once");
+  check(taken.events[1].scheduled == Time(hours(7)) && taken.events[1].failed, "waited until it failed");
+  check(taken.events[2].since == Time(hours(5)), "since");
+});
+
+const bool counted = testing::add("the engine counts and records every operation of its rank", [] {
+  constexpr std::uint64_t kRounds = 20;
+  with_world(2, [](Engine& engine, int rank) {
+    std::vector<float> small(10), large(100000), unlike(rank == 0 ? 3 : 4);
+    const Time begin = std::chrono::steady_clock::now();
+    check(engine.run(allreduce("small", small)).ok(), "before");
+    engine.start_timeline(1000);
+    for (std::uint64_t i = 0; i < kRounds; ++i) {
+      const auto first = engine.submit(allreduce("small", small));
+      const auto second = engine.submit(allreduce("large", large));
+      const auto third = engine.submit(allreduce("large", large));  // waits for the second
+      for (const auto& work : {first, second, third}) engine.wait(*work);
+    }
+    check(!engine.run(allreduce("unlike", unlike)).ok(), "shapes differ");
+    std::vector<std::pair<std::string, Statistics>> all = engine.report().names;
+    std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+    if (!check(all.size() == 3, "three names")) return;
+    const auto& [large_name, of_large] = all[0];
+    const auto& [small_name, of_small] = all[1];
+    check(large_name == "large" && small_name == "small" && all[2].first == "unlike", "names");
+    check_equal(of_large.operations, 2 * kRounds, "operations");
+    check(of_large.bytes == 2 * kRounds * large.size() * sizeof(float), "bytes");
+    check(of_small.operations == kRounds + 1 && of_small.bytes == (kRounds + 1) * small.size() * sizeof(float), "small");
+    check(of_large.algorithm == algorithm_of_these_tests(Algorithm::kTwoShot), "algorithm of the large one");
+    check(all[2].second.algorithm == Algorithm::kFail && all[2].second.bytes == 0, "failed");
+    for (const auto& [name, one] : all) {
+      for (const Times& times : {one.total, one.last}) {
+        check(times.queued.count() >= 0 && times.reducing.count() >= 0 && times.exposed.count() >= 0, name);
+        check(times.exposed <= times.queued + times.reducing, name + " exposed for longer than it took");
+      }
+      check(one.last.reducing <= one.total.reducing, name);
+    }
+    engine.shutdown();
+    const Time end = std::chrono::steady_clock::now();
+    const TimelineEvents taken = engine.take_timeline();
+    check_equal(taken.lost, 0u, "lost");
+    check_equal(taken.events.size(), 3u * kRounds + 1, "events");
+    std::map<std::string, Time> until;  // of the last one by name
+    for (const TimelineEvent& event : taken.events) {
+      check_order(event);
+      check(begin <= event.submitted && event.completed <= end, event.name + ": a time outside of the run");
+      check(event.since >= until[event.name], event.name + ": two at a time");
+      until[event.name] = event.completed;
+      const bool is_large = event.name == "large";
+      if (event.name != "unlike") check_equal(event.bytes, (is_large ? large : small).size() * 4, event.name);
+      check_equal(event.failed, event.name == "unlike", event.name + " failed");
+      if (is_large) check(event.algorithm == algorithm_of_these_tests(Algorithm::kTwoShot), "algorithm");
+      check_equal(event.label, "'" + event.name + "'", "label");
+      check(event.round >= taken.events[0].round && event.round < taken.events[0].round + 2 * kRounds + 1, "round");
+    }
+    check_equal(until.size(), 3u, "names");
+  });
+});
+
+}  // namespace
+}  // namespace kvstore_hvd
+
+int main(int argc, char** argv) { return testing::run(argc, argv); }
