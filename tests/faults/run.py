@@ -254,6 +254,7 @@ def main() -> int:
         return 0
     os.environ.update(KVHVD_TIMEOUT="20", OMP_NUM_THREADS="1", KVHVD_BUILD_JOBS="1")
     must(*BUILD)
+    os.environ["KVHVD_OPTIMIZATION"] = "-O1"
     jobs = [Job(each.stem, each.read_text().split("\n")[0].removeprefix("tests:").split(), each) for each in patches]
     targets = {test.partition("/")[2] for job in jobs for test in job.tests if test.startswith("native")}
     if targets:

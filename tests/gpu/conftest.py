@@ -72,7 +72,7 @@ class Arena:
 class DeviceArray:
     """An array with guards on both sides."""
 
-    def __init__(self, arena, raw, shift = 0):
+    def __init__(self, arena, raw, shift=0):
         self.nbytes, self._arena, self._before = len(raw), arena, _GUARD + shift
         whole = np.full(self._before + len(raw) + _GUARD, _FILL, np.uint8)
         whole[self._before : self._before + len(raw)] = raw

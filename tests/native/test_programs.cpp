@@ -49,7 +49,8 @@ std::vector<Step> steps_of(std::mt19937& all, unsigned size, std::size_t largest
     one.count = std::min(all() % 4 == 0 ? border : any, largest);
     one.root = static_cast<int>(all() % size);
     one.odd_one = all() % 10 == 0 && size > 1 ? static_cast<int>(all() % size) : -1;
-    one.is_in_place = all() % 2 == 0 && (one.collective == Collective::kAllreduce || one.collective == Collective::kBroadcast);
+    one.is_in_place =
+        all() % 2 == 0 && (one.collective == Collective::kAllreduce || one.collective == Collective::kBroadcast);
   }
   return steps;
 }
@@ -153,7 +154,8 @@ const bool on_one_host = testing::add("on one host, of any size", [] {
 });
 
 const bool over_hosts = testing::add("over hosts", [] {
-  const std::vector<Placement> placements{{{0}, {1}}, {{0, 1}, {2, 3}}, {{0, 2}, {1}, {3}}, {{0, 1}, {2}, {3, 4, 5, 6}}};
+  const std::vector<Placement> placements{
+      {{0}, {1}}, {{0, 1}, {2, 3}}, {{0, 2}, {1}, {3}}, {{0, 1}, {2}, {3, 4, 5, 6}}};
   for (const Placement& placement : placements) run_programs(placement, thread_sanitizer() ? 8 : 30);
 });
 

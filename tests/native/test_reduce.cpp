@@ -141,7 +141,8 @@ const bool conversions_registered = testing::add("conversions to 16 bits and bac
     std::vector<std::uint16_t> halves, narrowed;
     std::vector<float> floats, widened;
     for (unsigned bits = 0; bits < 65536; ++bits) {
-      const auto value = static_cast<float>(number_of(dtype, bits)), next = static_cast<float>(number_of(dtype, bits + 1));
+      const auto value = static_cast<float>(number_of(dtype, bits)),
+                 next = static_cast<float>(number_of(dtype, bits + 1));
       halves.push_back(static_cast<std::uint16_t>(bits));
       for (const float each : {value, (value + next) / 2, std::nextafter(value, 1e9F)}) floats.push_back(each);
     }
@@ -169,9 +170,8 @@ const bool conversions_registered = testing::add("conversions to 16 bits and bac
 
 template <typename T>
 void check_written_out(const Reduction& reduction, const std::vector<Bytes>& inputs, std::initializer_list<T> result) {
-  on_each_target([&] {
-    check_reduction(reduction, inputs, bytes_of(result), result.size(), 0, all_inputs(inputs.size()));
-  });
+  on_each_target(
+      [&] { check_reduction(reduction, inputs, bytes_of(result), result.size(), 0, all_inputs(inputs.size())); });
 }
 
 const bool specials_registered = testing::add("special values, written out", [] {

@@ -138,7 +138,8 @@ const bool counted = testing::add("the engine counts and records every operation
     check(large_name == "large" && small_name == "small" && all[2].first == "unlike", "names");
     check_equal(of_large.operations, 2 * kRounds, "operations");
     check(of_large.bytes == 2 * kRounds * large.size() * sizeof(float), "bytes");
-    check(of_small.operations == kRounds + 1 && of_small.bytes == (kRounds + 1) * small.size() * sizeof(float), "small");
+    check(of_small.operations == kRounds + 1 && of_small.bytes == (kRounds + 1) * small.size() * sizeof(float),
+          "small");
     check(of_large.algorithm == algorithm_of_these_tests(Algorithm::kTwoShot), "algorithm of the large one");
     check(all[2].second.algorithm == Algorithm::kFail && all[2].second.bytes == 0, "failed");
     for (const auto& [name, one] : all) {

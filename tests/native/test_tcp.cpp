@@ -3,32 +3,14 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
-#include <new>
 #include <random>
 #include <string>
 
 #include "check.hpp"
 #include "link/transport.hpp"
 #include "ranks.hpp"
-
-namespace {
-std::atomic<std::ptrdiff_t> allocated{0};
-}  // namespace
-
-void* operator new(std::size_t bytes) {
-  ++allocated;
-  if (void* const memory = std::malloc(bytes)) return memory;
-  throw std::bad_alloc();
-}
-void operator delete(void* memory) noexcept {
-  if (memory != nullptr) --allocated;
-  std::free(memory);
-}
-void operator delete(void* memory, std::size_t) noexcept { operator delete(memory); }
 
 namespace kvstore_hvd {
 namespace {
@@ -150,28 +132,6 @@ const bool ended = testing::add("the end of a connection is told once, after all
   check(ends[1]->test(lost), "a message to a host that is gone is over");
   ends[1]->cancel(receiving);
   check(ends[1]->test(receiving), "cancelled");
-});
-
-const bool freed = testing::add("what was sent, has come, or is under way leaves nothing behind", [] {
-  std::vector<char> content(1000), large(32 << 20);  // `large` does not go into the buffers of a socket
-  for (const int messages : {1, 0, 50}) {
-    const auto before = allocated.load();
-    {
-      const auto ends = connected(2);
-      for (int i = 0; i < messages; ++i) {
-        auto sending = ends[0]->send(1, kRecords, content.data(), content.size());
-        auto receiving = ends[1]->receive(0, kRecords, content.data(), content.size());
-        while (!ends[0]->test(sending) || !ends[1]->test(receiving)) ends[1]->progress();
-      }
-      if (messages > 0) {
-        static_cast<void>(ends[0]->send(1, kPartials, large.data(), large.size()));
-        static_cast<void>(ends[0]->receive(1, kPartials, content.data(), content.size()));
-      }
-    }
-    const std::ptrdiff_t left = allocated.load() - before;
-    if (messages == 1) continue;  // what the first transport and its messages make once stays
-    testing::check_equal(left, std::ptrdiff_t{0}, "what is left of " + std::to_string(messages) + " messages");
-  }
 });
 
 const bool strangers = testing::add("bytes of another program end the connection", [] {

@@ -1,5 +1,5 @@
-// Small units that need no world: the queue of slots from many ranks to one, time in which this process did not run, and
-// the order of operations of one name.
+// Small units that need no world: the queue of slots from many ranks to one, time in which this process did not run,
+// and the order of operations of one name.
 #include <chrono>
 #include <cstdint>
 #include <memory>

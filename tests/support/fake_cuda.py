@@ -2,7 +2,8 @@
 
 Only the calls that this package makes exist, with CUDA's own order: what is enqueued on a stream runs later, one after
 another, and copies and kernels of different streams overlap. Kernels are the real ones, which g++ compiles for this
-machine: see `host_kernels`. Every call of the runtime is recorded. Several ranks are threads of the test, each with a current device of its own.
+machine: see `host_kernels`. Every call of the runtime is recorded. Several ranks are threads of the test, each with a
+current device of its own.
 """
 
 from __future__ import annotations

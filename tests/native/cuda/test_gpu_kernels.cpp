@@ -9,8 +9,8 @@
 namespace kvstore_hvd::gpu::tests {
 namespace {
 
-const bool registered = testing::add("schedules: random operations",
-                                     [] { run_seeds<host::Fibers>({1, 2, 3, 4, 8}, 5.0, Limits()); });
+const bool registered =
+    testing::add("schedules: random operations", [] { run_seeds<host::Fibers>({1, 2, 3, 4, 8}, 5.0, Limits()); });
 
 // Runs a kernel of one rank.
 void run_alone(u64 seed, u32 threads_of_block, u32 n_blocks, const std::function<void()>& kernel) {
