@@ -51,6 +51,7 @@ KINDS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
     "store_barrier": (1, True, ("clock",)),
     "wait": (4, True, ()),
 }
+_FAULTS = [(kind, fault) for kind, (_, _, faults) in KINDS.items() for fault in faults]
 _DTYPES = {"numpy_allreduce": DTYPES, "sparse_allreduce": ("float16", "float32", "float64")}
 _OF_STORES = ("pushpull", "store_broadcast", "push_and_pull")
 
@@ -156,8 +157,8 @@ class _Generator:
             members = tuple(sorted(draw.sample(range(size), draw.randint(1, size))))
             if members not in self._sets:
                 self._sets.append(members)
-        faulty = self._faulty = draw.random() < 0.5
-        names = [f"w{i}" for i in range(40)]
+        faulty = self._faulty = self._seed % 2 == 1
+        names = [f"w{i}" for i in range(80)]
         draw.shuffle(names)
         weights = [weight for weight, _, _ in KINDS.values()]
         for _ in range(draw.choice((1, 2, 4, 6, 8, 12, 16))):
@@ -167,6 +168,15 @@ class _Generator:
                 if faulty and draw.random() < 0.3:
                     self._fault(operation)
                 self._operations.append(operation)
+        # Thirty programs in a row have every fault of every kind.
+        for i in range(4 if faulty and size > 1 else 0):
+            kind, fault = _FAULTS[(self._seed // 2 * 4 + i) % len(_FAULTS)]
+            for _ in range(50):
+                operation = self._operation(kind, names[:1], chained=False)
+                if operation is not None and self._fault(operation, fault):
+                    self._operations.append(operation)
+                    names = names[1:]
+                    break
         program = Program(self._seed, size, self._sets[1:], self._operations)
         if draw.random() < 0.05:
             wrong = ("foreign", "empty", "twice", *(("different", "remove") if size > 1 else ()))
@@ -177,7 +187,7 @@ class _Generator:
 
     # -- One operation ----------------------------------------------------------------------------------------------
 
-    def _operation(self, kind: str, names: list[str]) -> Optional[Operation]:
+    def _operation(self, kind: str, names: list[str], chained: bool = True) -> Optional[Operation]:
         draw = self._draw
         members = self._sets[0]
         if kind not in (*_OF_STORES, "store_barrier", "numpy_allreduce"):
@@ -224,7 +234,8 @@ class _Generator:
             and kind not in _OF_STORES
         ):
             operation.name = None
-        self._chain(operation)
+        if chained:
+            self._chain(operation)
         # Beside faults the call may raise the error of another operation: then there is nothing to go back from.
         can_record = (
             not self._faulty
@@ -322,7 +333,8 @@ class _Generator:
 
     # -- Faults -----------------------------------------------------------------------------------------------------
 
-    def _fault(self, operation: Operation) -> None:
+    def _fault(self, operation: Operation, wanted: str = "") -> bool:
+        """Draw a fault, or the one that is wanted if it is possible; returns whether there is one."""
         draw = self._draw
         kinds = list(KINDS[operation.kind][2])
         if len(operation.members) == 1:
@@ -336,13 +348,14 @@ class _Generator:
         if operation.kind in ("reducescatter", "grouped_reducescatter") and any(0 in each for each in operation.shapes):
             # Nothing is reduced, so nobody learns what was to be done with it.
             kinds = [kind for kind in kinds if kind not in ("op", "scale")]
-        if not kinds:
-            return
-        operation.fault = Fault(draw.choice(kinds), draw.choice(operation.members))
+        if not kinds or (wanted and wanted not in kinds):
+            return False
+        operation.fault = Fault(wanted or draw.choice(kinds), draw.choice(operation.members))
         if operation.fault.kind == "clock":
             operation.fault, operation.clock = None, drawn("clock", self._differ, len(operation.members))
-            return
+            return True
         if operation.fault.kind in ("refused", "input") and "broadcast" in operation.kind:
             operation.fault = Fault(operation.fault.kind, operation.root)  # nobody else's is looked at
         if operation.fails and operation.source is not None:
             self._operations[operation.source].overwritten = True  # it may have been passed on with an error
+        return True

@@ -74,6 +74,8 @@ const bool forked = testing::add("a forked child has a copy of all that was allo
   });
   check(is_same, "the child reads what there was");
   check(blocks[2][63] == 3, "the parent does not see what it writes");
+  auto* const world = reinterpret_cast<volatile char*>(&segment->world());
+  check(!succeeds_in_child([&] { return *world = *world, true; }), "the child has the world of its parent");
 });
 
 constexpr std::size_t kPage = 4096;

@@ -60,9 +60,11 @@ const bool mismatches =
 const bool invalid = testing::add("wrong requests fail, and nobody waits for them", [] {
   with_world(1, [&](Engine& engine, int) {
     auto data = values_of(0, 3);
-    Request nameless = allreduce("x", data);
-    nameless.name.clear();
-    check(engine.run(std::move(nameless)).code() == ErrorCode::kInvalid, "empty name");
+    for (const std::size_t bytes : {0, 1, 240, 241}) {
+      const bool is_valid = 0 < bytes && bytes < 241;
+      const Status status = engine.run(allreduce(std::string(bytes, 'x'), data));
+      check(status.code() == (is_valid ? ErrorCode::kOk : ErrorCode::kInvalid), "a name: " + status.text());
+    }
     Request rootless = allreduce("x", data);
     rootless.collective = Collective::kBroadcast;
     rootless.root = 5;
