@@ -56,9 +56,9 @@ const bool overlapping = testing::add("an operation that outlasts its round is e
   rounds.completed(slow, a, a.submitted + hours(9));
   check_equal(hours_of(slow.last.exposed), 4, "until the end of its round");
   rounds.completed(slow, b, b.submitted + hours(1));
-  rounds.end(b.submitted + hours(1));
+  rounds.end(b.submitted + hours(3));
   check_equal(hours_of(slow.total.exposed), 5, "total");
-  rounds.end(b.submitted + hours(2));
+  rounds.end(b.submitted + hours(4));
   check_equal(rounds.statistics().count, 2u, "nothing was submitted in the last one");
   check_equal(hours_of(rounds.statistics().exposed), 5, "until each round's end");
 });
