@@ -88,7 +88,7 @@ setup(
         Pybind11Extension(
             "kvstore_hvd._native",
             sources=SOURCES,
-            depends=SOURCES + HEADERS,
+            depends=[*SOURCES, *HEADERS, "setup.py"],
             include_dirs=["native"],
             extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],

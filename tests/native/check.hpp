@@ -4,6 +4,8 @@
 //   int main(int argc, char** argv) { return testing::run(argc, argv); }
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
 #include <cstdio>
 #include <cstdlib>
@@ -49,15 +51,17 @@ bool check_equal(const A& actual, const B& expected, const std::string& what, co
   return check(false, text.str(), file, line);
 }
 
-// Returns the exit status: 0 when at least one case ran and every check held. With KVHVD_TEST_FIRST in the environment
-// the first case that fails is the last one.
+// Returns the exit status: 0 when at least one case ran and every check held. With KVHVD_TEST_FIRST=60 the first case
+// that fails is the last one, and SIGALRM ends one that takes more than 60 seconds.
 inline int run(int argc, char** argv) {
+  const char* const first = std::getenv("KVHVD_TEST_FIRST");
   int ran = 0;
   for (const auto& [name, body] : cases()) {
     bool wanted = argc < 2;
     for (int i = 1; i < argc; ++i) wanted = wanted || name.find(argv[i]) != std::string::npos;
     if (!wanted) continue;
     const int before = failures.load(std::memory_order_relaxed);
+    if (first != nullptr) alarm(static_cast<unsigned>(std::atoi(first)));
     try {
       body();
     } catch (const std::exception& error) {
@@ -67,7 +71,7 @@ inline int run(int argc, char** argv) {
     const bool failed = failures.load(std::memory_order_relaxed) != before;
     std::printf("%s %s\n", failed ? "FAIL" : "ok  ", name.c_str());
     std::fflush(stdout);
-    if (failed && std::getenv("KVHVD_TEST_FIRST") != nullptr) break;
+    if (failed && first != nullptr) break;
   }
   std::printf("%d cases, %d failed checks\n", ran, failures.load(std::memory_order_relaxed));
   return ran > 0 && failures.load(std::memory_order_relaxed) == 0 ? 0 : 1;
