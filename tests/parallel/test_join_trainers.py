@@ -117,7 +117,7 @@ def test_no_worker_has_input(rank, size):
 
 
 def test_gradients_that_add_up(rank, size):
-    """A worker that had no input begins its next epoch without the sums of the others."""
+    """A worker that had no input begins its next epoch without the sums of the others. Batches differ in size."""
     net = network(mx.gluon.nn.Dense(1, in_units=1, use_bias=False))
     (weight,) = parameters(net)
     weight.grad_req = "add"
@@ -129,9 +129,9 @@ def test_gradients_that_add_up(rank, size):
                 with mx.autograd.record():
                     loss = weight.data().sum()
                 loss.backward()
-                trainer.step(1)
+                trainer.step(1 + rank)
                 weight.grad()[:] = 0
-    np.testing.assert_allclose(before - weight.data().asnumpy(), 1 + 2 / size + 3, rtol=1e-6)
+    np.testing.assert_allclose(before - weight.data().asnumpy(), 4 * 2 / (size + 1) + 2 / size, rtol=1e-6)
 
 
 @pytest.mark.needs(3)
