@@ -92,7 +92,7 @@ test-all: dev
 	$(BIN)/python tests/run.py --all --out build/tests/$(VENV:.venv-%=%) $(TESTS)
 
 soak: dev
-	cd tests && $(abspath $(BIN))/kvhvdrun -np 2 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_soak.py parallel/test_resets.py
+	cd tests && $(abspath $(BIN))/kvhvdrun -np 2 $(abspath $(BIN))/python -m pytest -q -m soak parallel/test_numpy_ops.py parallel/test_resets.py
 
 # Random programs at four ranks, jobs that lose a worker, and elastic jobs that are disturbed at random. The files say
 # how to choose them.

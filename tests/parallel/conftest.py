@@ -1,5 +1,7 @@
 """Fixtures of the parallel tests."""
 
+import gc
+
 import pytest
 
 from support.launched import launched
@@ -8,21 +10,22 @@ pytest.register_assert_rewrite("support.zero_copy")  # it asserts for the tests,
 
 
 def pytest_configure(config):
-    """Register the markers of these tests."""
     config.addinivalue_line("markers", "needs(workers): skipped where there are fewer workers")
 
 
 def pytest_collection_modifyitems(items):
-    """Skip what needs more workers."""
     size = launched().size
     for item in items:
         if any(marker.args[0] > size for marker in item.iter_markers("needs")):
             item.add_marker(pytest.mark.skip(reason="needs more workers"))
 
 
+def pytest_collection_finish():
+    gc.freeze()  # or each collection looks at all of MXNet, which takes half a second
+
+
 @pytest.fixture
 def kv(world):
-    """Return a store of its own for this test."""
     import mxnet as mx
 
     return mx.kv.create("horovod")
@@ -30,7 +33,6 @@ def kv(world):
 
 @pytest.fixture(params=["nd", "np"])
 def kind(request):
-    """Return the module of one of MXNet's two classes of arrays."""
     import mxnet as mx
 
     return getattr(mx, request.param)
@@ -42,6 +44,14 @@ def no_static_graphs(monkeypatch):
     from kvstore_hvd.mxnet_compat import graph
 
     monkeypatch.setattr(graph, "_static_graphs", False)
+
+
+@pytest.fixture
+def fresh_log(monkeypatch):
+    """Say once more what is said once."""
+    from kvstore_hvd import log
+
+    monkeypatch.setattr(log, "_logged", set())
 
 
 @pytest.fixture

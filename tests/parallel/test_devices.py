@@ -1,7 +1,6 @@
 """Operations on arrays of devices, end to end but for the device: `HostExecutor` takes its place."""
 
 import contextlib
-import time
 
 import numpy as np
 import pytest
@@ -14,6 +13,7 @@ from kvstore_hvd.mxnet import gathers
 from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, sum_of_ranks
 from support.host_executor import HostExecutor
+from support.waiting import wait_until
 
 mx = pytest.importorskip("mxnet")
 # MXNet 1 asks SciPy for a module that has moved.
@@ -65,6 +65,7 @@ def test_batches_are_equal_on_all_workers(executors, rank, size):
     assert sorted(name for batch in executor.batches for name in batch) == sorted(names)
 
 
+@pytest.mark.sizes
 def test_batches_one_after_another(executors, size):
     """More batches than the link to other hosts has places, with nothing of the host's memory between them."""
     engine = process.current().member.engine()
@@ -131,8 +132,7 @@ def test_a_lost_world_ends_what_is_under_way(executors, rank, size):
     kvstore_hvd.barrier()
     executors[0].hangs = True
     work = engine.submit(request(np.ones(5, np.float32), "hangs"))
-    while len(executors[0].batches) < 2:
-        time.sleep(0.001)
+    wait_until(lambda: len(executors[0].batches) == 2)
     kvstore_hvd.barrier()
     if rank == 0:
         process.current().abort("the test ends it")

@@ -8,22 +8,14 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import elastic
+from kvstore_hvd import elastic, errors
 from kvstore_hvd.elastic.run import notification_manager
-from kvstore_hvd.errors import (
-    HorovodInternalError,
-    HostsUpdatedInterrupt,
-    InputFailedError,
-    InvalidRequestError,
-    MismatchError,
-    TimeoutError,  # noqa: A004 - Horovod's word
-    TransportError,
-)
+from kvstore_hvd.errors import HorovodInternalError, HostsUpdatedInterrupt, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.world import process
-from support.arrays import assert_equal_on_all_ranks
-from support.gluon import array, backward, mlp, samples, weights
+from support import gluon
+from support.gluon import assert_alike, batch_of, mlp
 
 mx = pytest.importorskip("mxnet")
 
@@ -111,7 +103,6 @@ def test_a_lost_world(rank, size):
 
 
 def test_other_errors_leave(rank, size):
-    """Only lost worlds are recovered from; listeners are gone afterwards."""
     before = list(notification_manager._listeners)
     for error in (ValueError("mine"), MismatchError("a mistake"), mx.base.MXNetError("of MXNet")):
 
@@ -122,25 +113,6 @@ def test_other_errors_leave(rank, size):
         with pytest.raises(type(error)):
             train(elastic.ObjectState(step=0))
     assert list(notification_manager._listeners) == before
-
-
-@pytest.mark.parametrize("kind", ["added", "removed"])
-def test_updates(rank, size, kind):
-    """One worker is told; all leave the function after the commit, and lose nothing."""
-    state = Traced(step=0)
-
-    @elastic.run
-    def train(state):
-        while state.step < 5:
-            state.step += 1
-            if state.step == 2 and rank == size - 1:
-                notification_manager.handle_hosts_updated(1, getattr(elastic.HostUpdateResult, kind))
-            state.commit()
-
-    train(state)
-    assert state.step == 5
-    assert state.calls.count("on_reset") == 1
-    assert state.calls.count("sync") == (1 if kind == "removed" else 2)
 
 
 class Told:
@@ -161,21 +133,30 @@ class Told:
     synced = finished = lambda self: None
 
 
-def test_an_update_that_came_before_the_run_counts(rank, size, monkeypatch):
-    """A newcomer may have come while the program prepared; nobody tells of it again."""
-    line = Told((1, int(elastic.HostUpdateResult.added)) if rank == size - 1 else None)
-    monkeypatch.setattr(process.current(), "control", line)
+@pytest.mark.parametrize("how", ["added", "removed", "before the run"])
+def test_updates(rank, size, how, monkeypatch):
+    """One worker is told; all leave the function after the commit, and lose nothing.
+
+    A newcomer may have come while the program prepared: nobody tells of it again.
+    """
+    result = getattr(elastic.HostUpdateResult, "removed" if how == "removed" else "added")
+    came_before, is_last = how == "before the run", rank == size - 1
+    if came_before:
+        monkeypatch.setattr(process.current(), "control", Told((1, int(result)) if is_last else None))
     state = Traced(step=0)
 
     @elastic.run
     def train(state):
-        while state.step < 3:
+        while state.step < 5:
             state.step += 1
+            if state.step == 2 and is_last and not came_before:
+                notification_manager.handle_hosts_updated(1, result)
             state.commit()
 
     train(state)
-    assert state.step == 3
+    assert state.step == 5
     assert state.calls.count("on_reset") == 1
+    assert came_before or state.calls.count("sync") == (1 if how == "removed" else 2)
 
 
 class Late(Told):
@@ -238,7 +219,11 @@ def test_a_loss_after_an_update_that_skips_the_sync(rank, size, where):
 
 @pytest.mark.parametrize(
     ("error", "has_given_up", "cause"),
-    [(TransportError, False, "lost"), (TimeoutError, False, "timeout"), (TransportError, True, "timeout")],
+    [
+        (errors.TransportError, False, "lost"),
+        (errors.TimeoutError, False, "timeout"),
+        (errors.TransportError, True, "timeout"),
+    ],
 )
 def test_the_launcher_is_told_of_timeouts(error, has_given_up, cause, rank, size, monkeypatch):
     """It kills at once who stands still then; the stall shutdown time is one, too."""
@@ -278,7 +263,6 @@ def test_who_comes_in_an_earlier_run_is_told(rank, size, monkeypatch):
 
 
 def test_an_interrupt_on_some_skips_no_sync(rank, size):
-    """The sync is left out only if all would."""
     state = Traced(step=0)
 
     @elastic.run
@@ -293,7 +277,6 @@ def test_an_interrupt_on_some_skips_no_sync(rank, size):
 
 
 def test_losses_between_worlds(rank, size):
-    """A world that is lost in on_reset, or in sync, is followed by another one."""
     losses = ["callback", "sync"]
     kvstore_hvd.barrier()
     first = process.current().topology.generation
@@ -324,13 +307,11 @@ def test_losses_between_worlds(rank, size):
 
 
 def test_what_was_made_before_a_loss_works_after_it(dynamic, rank, size):
-    """Stores, process sets, and a Join, with workers in the body and others that have left it."""
     store = mx.kv.create("horovod")
     members = hvd.add_process_set(sorted({0, size - 2})) if size > 1 else hvd.global_process_set
     net = mlp()
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1})
     state = elastic.GluonState(net=net, trainer=trainer, tries=0)
-    data, label = samples(4)
 
     @elastic.run
     def train(state):
@@ -345,15 +326,13 @@ def test_what_was_made_before_a_loss_works_after_it(dynamic, rank, size):
         tries = state.tries
         with Join([trainer]):
             for step in range(2 + rank):
-                backward(net, [(array(data), array(label))])
-                trainer.step(4)
+                gluon.train(net, trainer, batch_of(1))
                 if tries < 3 and size > 1 and step == 1 + rank:
                     lose_the_world(rank, size)
 
     train(state)
     assert state.tries == (3 if size > 1 else 1)
-    for place, values in enumerate(weights(net)):
-        assert_equal_on_all_ranks(values, f"joined/{place}")
+    assert_alike(net)
 
 
 def test_an_error_of_a_graph_is_recognised(rank, size):
@@ -364,7 +343,9 @@ def test_an_error_of_a_graph_is_recognised(rank, size):
     def train(state):
         tries.append(1)
         if len(tries) == 1:
-            raise InputFailedError(f"an input of x failed.\n  TransportError: [rank {rank}/{size}] it was aborted.")
+            raise errors.InputFailedError(
+                f"an input of x failed.\n  TransportError: [rank {rank}/{size}] it was aborted."
+            )
         if len(tries) == 2:
             raise mx.base.MXNetError(f"Error in operator x: PeerLostError: [rank {rank}/{size}] it died.")
         return kvstore_hvd.allreduce(np.ones(1), "after")[0]
@@ -373,4 +354,4 @@ def test_an_error_of_a_graph_is_recognised(rank, size):
     with pytest.raises(HorovodInternalError, match=r"this job cannot go on without it(.|\n)*it died"):
         train(elastic.ObjectState())
     assert len(tries) == 2
-    assert_equal_on_all_ranks(np.ones(1), "still there")
+    kvstore_hvd.barrier()  # they are still there

@@ -1,6 +1,5 @@
 """Horovod's basics: joining and leaving, ranks and sizes, what this build can do."""
 
-import json
 import os
 from types import SimpleNamespace
 
@@ -9,9 +8,12 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import gpu
+from kvstore_hvd.config import config
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.mxnet import basics
 from support.arrays import by_host
+from support.launched import launched
+from support.waiting import in_child
 
 mx = pytest.importorskip("mxnet")
 
@@ -29,9 +31,6 @@ def test_ranks_and_sizes(world):
     assert hvd.is_homogeneous() is (len({len(ranks) for ranks in by_host(list(range(world.size)))}) == 1)
     hvd.init()
     assert kvstore_hvd.topology().generation == world.generation
-    for wrong in ("static", [[0]], 3):
-        with pytest.raises((ValueError, TypeError)):
-            hvd.init(process_sets=wrong)
 
 
 def test_what_this_build_can_do(world):
@@ -125,20 +124,27 @@ def test_init_after_different_worlds(rank, size):
 
 def test_in_a_forked_child(rank, size):
     """It knows its worker's place, and cannot take part."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        answers = [hvd.is_initialized(), *(question() for question in QUESTIONS)]
-        try:
-            hvd.allreduce(mx.nd.ones((2,)))
-            answers.append("took part")
-        except Exception as error:
-            answers.append(type(error).__name__)
-        os.write(writer, json.dumps(answers).encode())
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader) as pipe:
-        answers = json.loads(pipe.read())
-    os.waitpid(child, 0)
-    refusal = "NotInitializedError" if size > 1 else answers[-1]  # alone there is nobody to disturb
-    assert answers == [True, *(question() for question in QUESTIONS), refusal]
+    answers = [question() for question in QUESTIONS]
+
+    def ask():
+        assert hvd.is_initialized()
+        assert [question() for question in QUESTIONS] == answers
+        if size > 1:  # alone there is nobody to disturb
+            with pytest.raises(kvstore_hvd.NotInitializedError):
+                hvd.allreduce(mx.nd.ones((2,)))
+
+    in_child(ask)
+
+
+def test_horovods_variables_of_workers(world):
+    """Of kvhvdrun as Horovod's launcher sets them where it needs no MPI; under mpirun none, as with Horovod's."""
+    places = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
+    expected = {f"HOROVOD_{name.upper()}": str(getattr(hvd, name)()) for name in places}
+    expected |= {"HOROVOD_HOSTNAME": "localhost", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+    found = {name: os.environ[name] for name in expected if name in os.environ}
+    if launched().launcher.startswith("mpirun"):
+        assert found == {}
+    elif launched().launcher == "kvhvdrun" and not config().test_hosts:  # it does not know of virtual hosts
+        assert found == expected
+        assert os.environ["KVHVD_SLOT"] == f"localhost:{hvd.local_rank()}"
+        assert not set(found) & set(config().unused)

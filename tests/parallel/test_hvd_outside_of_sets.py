@@ -7,10 +7,11 @@ import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.world import process
-from support.gluon import array, backward, gradients, mlp, parameters, samples, weights
+from support.gluon import array, backward, batch_of, gradients, mlp, parameters, train, weights
 
 mx = pytest.importorskip("mxnet")
 
+pytestmark = pytest.mark.needs(2)
 BATCH = 4
 RATE = 0.1
 each_kind = pytest.mark.parametrize("kind", ["DistributedTrainer", "DistributedOptimizer"])
@@ -18,14 +19,10 @@ each_kind = pytest.mark.parametrize("kind", ["DistributedTrainer", "DistributedO
 
 @pytest.fixture
 def few(dynamic, size):
-    """Return a set that some workers are in, and some are not."""
-    if size < 2:
-        pytest.skip("needs two workers")
     return hvd.add_process_set([0] if size == 2 else [0, size - 1])
 
 
 def trainer_of(kind, net, process_set, **options):
-    """Return one of the Trainers that form means by themselves."""
     if kind == "DistributedTrainer":
         params = net.collect_params()
         return hvd.DistributedTrainer(params, "sgd", {"learning_rate": RATE}, process_set=process_set, **options)
@@ -33,30 +30,25 @@ def trainer_of(kind, net, process_set, **options):
     return mx.gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
 
 
-def batch_of(worker, step=0, ctx=None):
-    data, labels = samples(BATCH, seed=100 * step + worker)
-    return array(data, ctx), array(labels, ctx)
+def assert_stepped(few, net, values, own, *others, device=0):
+    """The parameters are those after a step from `values` on the sum of these batches, divided by the members.
 
-
-def gradients_of(worker, values, step=0):
-    """Return the gradients of a worker's batch at these values of the parameters."""
-    with mx.name.NameManager():  # MXNet 1 numbers all layers, and not every worker makes as many of these networks
-        net = mlp(seed=5)
-    for parameter, value in zip(parameters(net), values):
-        parameter.set_data(array(value))
-    backward(net, [batch_of(worker, step)])
-    return gradients(net)
-
-
-def assert_stepped(few, rank, net, values, step=0):
-    """The parameters are those after a step: of the mean of the members' gradients, else of this worker's own ones.
-
-    Horovod divides by the number of members on all workers.
+    Horovod divides by the number of members on all workers: those outside take a part of their own gradients.
     """
-    takers = few.ranks if rank in few.ranks else [rank]
-    sums = [sum(each) for each in zip(*(gradients_of(worker, values, step) for worker in takers))]
-    for ours, value, each in zip(weights(net), values, sums):
+    with mx.name.NameManager():  # MXNet 1 numbers all layers, and not every worker makes as many of these networks
+        model = mlp(seed=5)
+    for parameter, value in zip(parameters(model), values):
+        parameter.set_data(array(value))
+    sums = 0
+    for batch in (own, *others):
+        backward(model, [batch])
+        sums = [one + other for one, other in zip(gradients(model), sums or [0] * len(values))]
+    for ours, value, each in zip(weights(net, device), values, sums):
         np.testing.assert_allclose(ours, value - RATE * each / len(few.ranks) / BATCH, rtol=1e-4, atol=1e-6)
+
+
+def batches_of(few, rank, step=0):
+    return [batch_of(step, worker) for worker in (few.ranks if rank in few.ranks else [rank])]
 
 
 @each_kind
@@ -65,24 +57,12 @@ def test_each_worker_steps(few, rank, kind):
     net = mlp(seed=5)
     trainer = trainer_of(kind, net, few, gradient_predivide_factor=2.0)
     for step in range(3):
+        if step == 2 and not few.included():
+            continue  # who is outside need not step
         before = weights(net)
-        backward(net, [batch_of(rank, step)])
-        trainer.step(BATCH)
-        assert_stepped(few, rank, net, before, step)
+        train(net, trainer, batch_of(step, rank))
+        assert_stepped(few, net, before, *batches_of(few, rank, step))
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == hvd.size()
-
-
-@each_kind
-def test_the_others_need_not_step(few, rank, kind):
-    """They may have made it because all workers run the same lines."""
-    net = mlp(seed=5)
-    trainer = trainer_of(kind, net, few)
-    before = weights(net)
-    if few.included():
-        backward(net, [batch_of(rank)])
-        trainer.step(BATCH)
-        assert_stepped(few, rank, net, before)
-    hvd.barrier()
 
 
 def test_scale_and_batches(few, rank):
@@ -92,26 +72,20 @@ def test_scale_and_batches(few, rank):
     trainer = trainer_of("DistributedTrainer", net, few, compression=hvd.Compression.fp16)
     assert trainer._scale == 1 / len(few.ranks)
     before = weights(net)
-    backward(net, [batch_of(rank, 0, contexts[0]), batch_of(rank, 1, contexts[1])])
+    backward(net, [batch_of(device, rank, ctx=ctx) for device, ctx in enumerate(contexts)])
     trainer.step(BATCH)
     if not few.included():
-        both = zip(*(gradients_of(rank, before, step) for step in (0, 1)))
-        expected = [value - RATE * sum(each) / len(few.ranks) / BATCH for value, each in zip(before, both)]
         for device in (0, 1):
-            for ours, each in zip(weights(net, device), expected):
-                np.testing.assert_allclose(ours, each, rtol=1e-4, atol=1e-6)
+            assert_stepped(few, net, before, batch_of(0, rank), batch_of(1, rank), device=device)
 
 
-def test_collectives_still_need_a_member(few, rank):
+def test_collectives_still_need_a_member(few, rank, size):
     """The Trainer is the exception: whoever calls an operation of the set is in it, and the error says who is."""
     net = mlp(seed=5)
     trainer = trainer_of("DistributedTrainer", net, few)
     if not few.included():
-        for call in (hvd.allreduce, hvd.broadcast_object):
-            with pytest.raises(ValueError, match="this worker is not one of the members"):
-                call(mx.nd.ones((2,)), process_set=few)
-        number, size = few.process_set_id, hvd.size()
-        with pytest.raises(kvstore_hvd.InvalidTypeError, match=f"rank {rank}/{size}, outside of process set {number}"):
+        outside = f"rank {rank}/{size}, outside of process set {few.process_set_id}"
+        with pytest.raises(kvstore_hvd.InvalidTypeError, match=outside):
             trainer._kvstore_params["kvstore"].pushpull("a", 3)
     with pytest.raises(ValueError, match="is not registered"):
         trainer_of("DistributedTrainer", net, hvd.ProcessSet([0]))
@@ -124,14 +98,12 @@ def test_trainers_made_in_one_order(few, rank, size):
     nets = [mlp(seed=5 + place) for place in range(4)]
     trainers = [trainer_of("DistributedTrainer", net, of) for net, of in zip(nets, sets)]
     before = [weights(net) for net in nets]
-    for place, (net, trainer) in reversed(list(enumerate(zip(nets, trainers)))):
-        backward(net, [batch_of(rank, place)])
-        trainer.step(BATCH)
+    for place in reversed(range(4)):
+        train(nets[place], trainers[place], batch_of(place, rank))
     for place, net in enumerate(nets):
-        assert_stepped(sets[place], rank, net, before[place], place)
+        assert_stepped(sets[place], net, before[place], *batches_of(sets[place], rank, place))
 
 
-@pytest.mark.needs(2)
 @each_kind
 def test_who_is_outside_may_be_a_member_in_the_next_world(dynamic, rank, size, kind):
     """As when others have left an elastic job, and ranks have changed: a Trainer goes by the present ones."""
@@ -147,7 +119,6 @@ def test_who_is_outside_may_be_a_member_in_the_next_world(dynamic, rank, size, k
         registered.member._ranks, few._ranks = tuple(members), members
         process.current().join_set(members, few.process_set_id, registered.member)
         before = weights(net)
-        backward(net, [batch_of(rank)])
-        trainer.step(BATCH)
+        train(net, trainer, batch_of(0, rank))
         assert few.included() is (rank in members)
-        assert_stepped(few, rank, net, before)
+        assert_stepped(few, net, before, *batches_of(few, rank))

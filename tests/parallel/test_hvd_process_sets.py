@@ -3,7 +3,6 @@
 import contextlib
 import pickle
 import re
-import time
 
 import pytest
 
@@ -15,23 +14,16 @@ from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.store import divergence
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import SetMember
-from support.arrays import assert_same_bits, contribution, sum_of_ranks
-from support.gluon import array, backward, mlp, samples, weights
+from support.gluon import batch_of, mlp, train, weights
 from support.joinables import Counter
-from support.patience import patient
+from support.waiting import wait_until
 
 mx = pytest.importorskip("mxnet")
 
 pytestmark = pytest.mark.sizes
 
 
-def sum_of(members, shape=(7, 3), dtype="float32"):
-    """The sum of the members' contributions."""
-    return sum_of_ranks([contribution(rank, shape, dtype) for rank in members], members)
-
-
 def test_registered_sets(world, rank, size, dynamic):
-    """The global set, and others by their numbers."""
     everybody = hvd.global_process_set
     assert (everybody.process_set_id, everybody.included()) == (0, True)
     assert (everybody.ranks, everybody.size(), everybody.rank()) == (list(range(size)), size, rank)
@@ -47,7 +39,6 @@ def test_registered_sets(world, rank, size, dynamic):
 
 
 def test_sets_without_a_world_know_their_ranks():
-    """Permuted ranks are equal sets; what is no list of ranks is refused."""
     assert hvd.ProcessSet([2, 0]) == hvd.ProcessSet([0, 2])
     assert hvd.ProcessSet([2, 0]).ranks == [0, 2]
     assert hvd.ProcessSet([0]) != hvd.ProcessSet([1])
@@ -60,7 +51,7 @@ def test_sets_without_a_world_know_their_ranks():
 
 @pytest.mark.needs(2)
 def test_disjoint_sets(dynamic, rank, size):
-    """Even and odd ranks reduce by themselves, at the same time, under the same names; roots are ranks among all."""
+    """Even and odd ranks by themselves, under the same names; roots are ranks among all. The rest is in `fuzz`."""
     even, odd = (hvd.add_process_set(range(first, size, 2)) for first in (0, 1))
     mine, other = (odd, even) if rank % 2 else (even, odd)
     assert mine.included() and not other.included()
@@ -68,36 +59,22 @@ def test_disjoint_sets(dynamic, rank, size):
     assert even.size() == (size + 1) // 2
     copy = pickle.loads(pickle.dumps(even))
     assert (copy == even, copy.process_set_id) == (True, None)
-    x = mx.nd.array(contribution(rank, (7, 3), "float32"))
+    x = mx.nd.full((7,), rank)
     for _ in range(3):
-        assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=mine, name="x").asnumpy(), sum_of(mine.ranks))
-    assert hvd.broadcast_object(rank, mine.ranks[-1], process_set=mine) == mine.ranks[-1]
-    assert hvd.broadcast(x * 0 + rank, mine.ranks[-1], process_set=mine).asnumpy()[0, 0] == mine.ranks[-1]
+        assert hvd.allreduce(x, op=hvd.Sum, process_set=mine, name="x").asnumpy().tolist() == [sum(mine.ranks)] * 7
+    assert hvd.broadcast(x, mine.ranks[-1], process_set=mine).asnumpy()[0] == mine.ranks[-1]
     with pytest.raises(ValueError, match=r"there is no rank .* in ProcessSet"):
         hvd.broadcast(x, other.ranks[0], process_set=mine)
-    hvd.barrier(process_set=mine)
-    for call in (hvd.allreduce, hvd.allgather, hvd.alltoall, hvd.reducescatter, hvd.broadcast_object):
-        with pytest.raises(ValueError, match="this worker is not one of the members"):
-            call(x, process_set=other)
-    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
 
 
 def test_rules(dynamic, rank, size):
-    """Duplicates, foreign ranks, removal; on all workers, and the world works on."""
-    with pytest.raises(ValueError, match="exists already"):
-        hvd.add_process_set(range(size - 1, -1, -1))
-    with pytest.raises(ValueError, match=rf"names rank {size}, but there are {size} workers"):
-        hvd.add_process_set([0, size])
-    with pytest.raises(ValueError, match="is empty"):
-        hvd.add_process_set([])
+    """Removal; what cannot be added is in `test_hvd_init_sets` and in random programs."""
     assert hvd.remove_process_set(hvd.global_process_set) is False
     assert hvd.remove_process_set(hvd.ProcessSet([0])) is False
     if size > 1:
         first = hvd.add_process_set(hvd.ProcessSet([0]))
         with pytest.raises(ValueError, match="exists already"):
             hvd.add_process_set([0])
-        with pytest.raises(kvstore_hvd.MismatchError, match="name different process sets"):
-            hvd.add_process_set([0, 1] if rank else [1])
         number = first.process_set_id
         inner = first.world("this test") if rank == 0 else None
         assert hvd.remove_process_set(first) is True
@@ -112,18 +89,6 @@ def test_rules(dynamic, rank, size):
             hvd.allreduce(mx.nd.ones((2,)), process_set=first)
         assert hvd.add_process_set(first).process_set_id > number
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
-
-
-@pytest.mark.needs(2)
-def test_a_set_survives_a_reset(dynamic, rank, size):
-    """Sets are made again in the new world, and stay the same objects."""
-    few = hvd.add_process_set([0, size - 1] if size > 2 else [1])
-    x = mx.nd.array(contribution(rank, (7, 3), "float32"))
-    for _ in range(3):
-        if few.included():
-            assert_same_bits(hvd.allreduce(x, op=hvd.Sum, process_set=few).asnumpy(), sum_of(few.ranks))
-        hvd.barrier()
-        kvstore_hvd.reset()
 
 
 def test_a_set_that_a_running_job_does_not_have_is_refused_once(dynamic, rank, size):
@@ -152,7 +117,6 @@ def test_a_set_with_a_rank_that_does_not_exist_any_more(dynamic, rank, size):
 
 @pytest.mark.needs(2)
 def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monkeypatch):
-    """All workers raise the same error, and the set can be added afterwards."""
     join = SetMember.join_within
 
     def join_and_fail(member, *arguments):
@@ -177,7 +141,6 @@ def test_a_set_that_one_member_cannot_join_is_nobodys(dynamic, rank, size, monke
 
 @pytest.mark.needs(3)
 def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
-    """Those of the engine, of calls that exchange shapes, and of arguments."""
     few = hvd.add_process_set([0, size - 1])
     if few.included():
         place = f"rank 1/2 in process set {few.process_set_id}" if rank else f"process set {few.process_set_id}"
@@ -216,19 +179,15 @@ def test_shutdown_raises_what_nobody_has_read_of_a_set(rank, size):
 
 @pytest.mark.needs(3)
 def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
-    """Whoever aborts the world also fails what others wait for in a set with it, with its text."""
     few = hvd.add_process_set([0, 1])
     if few.included():
         inner = few.world("test")
         if rank == 1:
             waiting = hvd.allreduce(mx.nd.ones((2,)), name="x", process_set=few)  # rank 0 never comes
-        deadline = time.monotonic() + patient(30)
         if rank == 0:
-            while not inner.engine().missed(1):
-                assert time.monotonic() < deadline, "rank 1 never came"
+            wait_until(lambda: inner.engine().missed(1))
             process.current().abort("this is a test")
-        while inner.engine().health() is None:
-            assert time.monotonic() < deadline, "the abort never arrived"
+        wait_until(inner.engine().health)
         if rank == 1:
             with pytest.raises(kvstore_hvd.errors.TransportError, match="this is a test"):
                 waiting.wait_to_read()
@@ -237,25 +196,20 @@ def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
         assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy().tolist() == [2, 2]
 
 
-@pytest.mark.needs(4)
+@pytest.mark.needs(3)
 def test_trainers_of_sets(dynamic, rank, size):
-    """Each set trains a model of its own: members agree, and their gradients are summed in place."""
-    mine = [hvd.add_process_set(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]
+    mine = [hvd.add_process_set(ranks) for ranks in ([0, size - 1], range(1, size - 1))][0 < rank < size - 1]
     net = mlp(seed=rank)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, process_set=mine)
-    data, labels = samples(4, seed=rank)
-    for _ in range(3):
-        backward(net, [(array(data), array(labels))])
-        trainer.step(4)
+    train(net, trainer, *(batch_of(rank, step) for step in range(3)))
     models = hvd.allgather_object([each.tobytes() for each in weights(net)])
-    assert models[0] == models[1] != models[2] == models[3]
+    assert models[0] == models[-1] != models[1] == models[-2]
     keys = trainer._kvstore.report()["keys"]
-    assert {entry["algorithm"] for entry in keys.values()} <= {"direct", "inline"}
+    assert {entry["algorithm"] for entry in keys.values()} <= {"direct", "inline", ""}
 
 
 @pytest.mark.needs(3)
 def test_join_and_verify_within_a_set(dynamic, rank, size):
-    """Workers outside of it are not waited for, nor compared with."""
     few = hvd.add_process_set([0, 1])
     if few.included():
         counter = Counter(group=few)

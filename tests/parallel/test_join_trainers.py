@@ -1,98 +1,64 @@
-"""What Trainers compute in a Join: workers without input make the same updates, table D of the contract."""
+"""Trainers in a Join: workers without input make the same updates, table D of the contract."""
 
 import contextlib
-import importlib
+import threading
 
 import numpy as np
 import pytest
 
+import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import DivergedError
+from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join
 from kvstore_hvd.world import process
-from support.arrays import assert_equal_on_all_ranks
-from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples, weights
-from support.joinables import Nothing
-from support.uneven import (
-    BATCH,
-    assert_close,
-    assert_same_everywhere,
-    batches_of,
-    counts_of,
-    states,
-    train,
-    train_alone,
-    trainer_of,
-)
+from support import gluon
+from support.gluon import assert_alike, backward, batch_of, mlp, network, parameters, weights
+from support.joinables import Counter, Nothing
+from support.uneven import BATCH, assert_same_everywhere, states, train, trainer_of
+from support.zero_copy import meet_again, settings
 
 mx = pytest.importorskip("mxnet")
-
-
-@pytest.mark.parametrize(("kind", "skew"), [("Trainer", "many"), ("DistributedTrainer", "all but one")])
-def test_exact(rank, size, kind, skew):
-    """Parameters and states are equal on all workers, and those of one process on all samples.
-
-    Divided by the initial number of workers, one without input counts as one with an average batch and no gradients.
-    Random trainings divide by the number of those that still have input.
-    """
-    counts = counts_of(size, skew)
-    data, label = samples(sum(counts))
-    net, alone = mlp(hybridize=True), mlp()
-    trainer = trainer_of(kind, net)
-    factor = 1 if kind == "DistributedTrainer" else size  # what the store sums is divided by batches of all workers
-    with Join([trainer]):
-        train(net, trainer, data, label, batches_of(counts, rank), lambda batch: factor * len(batch))
-    assert_same_everywhere(net, trainer, f"exact/{kind}/{skew}")
-    train_alone(alone, counts, data, label, lambda present: size * sum(map(len, present)) / len(present))
-    assert_close(net, alone)
 
 
 def test_the_store_sums_after_a_join_as_before(rank, size):
     store, net = mx.kv.create("horovod"), mlp()
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=store)
-    data, label = samples(BATCH)
     with Join([trainer]):
-        train(net, trainer, data, label, [range(BATCH)])
+        train(net, trainer)
     x = mx.nd.ones((2,))
     store.pushpull("x", x)
     assert x.asnumpy().tolist() == [size, size]
 
 
 def test_several_devices_and_a_schedule(rank, size):
-    """All devices of all workers stay equal, and the learning rate follows the updates."""
     contexts = [mx.cpu(0), mx.cpu(1)]
     net = mlp(contexts=contexts)
     schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.1)
-    trainer = trainer_of("DistributedTrainer", net, "sgd", learning_rate=0.1, momentum=0.9, lr_scheduler=schedule)
-    steps = 2 + 2 * rank
-    data, label = samples(8 * size * 2, seed=4)
+    trainer = trainer_of(net, "sgd", learning_rate=0.1, momentum=0.9, lr_scheduler=schedule)
     with Join([trainer], divide_by_initial_world_size=False):
-        for step in range(steps):
-            at = slice((rank + step) % 8, None, 8)
-            backward(net, [(array(data[at], ctx), array(label[at], ctx)) for ctx in contexts])
-            trainer.step(2 * len(data[at]))
+        for step in range(2 + 2 * rank):
+            backward(net, [batch_of(step, rank, ctx=ctx) for ctx in contexts])
+            trainer.step(2 * BATCH)
     assert trainer._optimizer.num_update == 2 * size
-    assert_same_everywhere(net, trainer, "devices")
+    assert_same_everywhere(net, trainer)
     for first, second in zip(weights(net, 0), weights(net, 1)):
         np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize(("follows", "empty"), [("Trainer", "first"), ("broadcast_parameters", "last")])
 def test_no_batch_and_no_shape(rank, size, empty, follows):
-    """A worker without any input learns the shapes of its parameters from the others."""
     nn = mx.gluon.nn
     net = network(nn.Dense(5, activation="tanh"), nn.BatchNorm(), nn.Dense(3), seed=rank, hybridize=True)
     if follows == "broadcast_parameters":
         hvd.broadcast_parameters(net.collect_params(), root_rank=size - 1)
-    trainer = trainer_of("DistributedTrainer", net)
+    trainer = trainer_of(net)
     absent = {"first": 0, "last": size - 1}[empty] if size > 1 else -1
-    data, label = samples(12, seed=7)
     with Join([trainer], divide_by_initial_world_size=False):
         if rank != absent:
-            train(net, trainer, data, label, [range(6), range(6, 12)])
+            train(net, trainer, 2)
     assert parameters(net)[0].shape == (5, 8)
     # Running statistics, too: those of one that joined last.
-    assert_same_everywhere(net, trainer, f"shapes/{empty}/{follows}")
+    assert_same_everywhere(net, trainer)
 
 
 @pytest.mark.parametrize(("last", "beside"), [("lowest", False), ("two", True)])
@@ -100,17 +66,16 @@ def test_statistics_are_those_of_who_joined_last(rank, size, last, beside):
     """Of several the one with the highest rank: the same on all workers."""
     nn = mx.gluon.nn
     net = network(nn.Dense(5, in_units=8), nn.BatchNorm(in_channels=5), nn.Dense(3, in_units=5))
-    trainer = trainer_of("DistributedTrainer", net)
+    trainer = trainer_of(net)
     longest = {"lowest": [0], "two": [0, size // 2]}[last]
-    data, label = samples(BATCH, seed=20 + rank)
     with Join([trainer, Nothing()] if beside else [trainer]):
         # The first step gives all workers what rank 0 has: two at least, or it is that.
-        train(net, trainer, data, label, [range(BATCH)] * (4 if rank in longest else 2))
+        train(net, trainer, 4 if rank in longest else 2, seed=rank)
         own = running_statistics(net)
     everybody = hvd.allgather_object(own)
     assert len({each.tobytes() for each in everybody}) == size
     np.testing.assert_array_equal(running_statistics(net), everybody[max(longest)])
-    assert_same_everywhere(net, trainer, f"last/{last}/{beside}")
+    assert_same_everywhere(net, trainer)
 
 
 def running_statistics(net):
@@ -118,37 +83,32 @@ def running_statistics(net):
 
 
 def test_steps_take_no_additional_operations(rank, size):
-    """While all have input, nothing but the gradients is sent."""
     net = mlp()
-    trainer = trainer_of("DistributedTrainer", net)
-    data, label = samples(BATCH)
+    trainer = trainer_of(net)
+    counts = []
     with Join([trainer]):
-        train(net, trainer, data, label, [range(BATCH)])
-        mx.nd.waitall()
-        before = sum(each.operations for each in process.current().member.report().names.values())
-        train(net, trainer, data, label, [range(BATCH)] * 3)
-        mx.nd.waitall()
-        after = sum(each.operations for each in process.current().member.report().names.values())
-    assert after - before == (0 if size == 1 else 3 * len(parameters(net)))
+        for steps in (1, 3):
+            train(net, trainer, steps)
+            mx.nd.waitall()
+            counts.append(sum(each.operations for each in process.current().member.report().names.values()))
+    assert counts[1] - counts[0] == (0 if size == 1 else 3 * len(parameters(net)))
 
 
 def test_a_difference_is_found_in_the_end(rank, size):
     """A learning rate that the program changes on some workers only."""
     net = mlp()
-    trainer = trainer_of("DistributedTrainer", net)
-    data, label = samples(BATCH)
+    trainer = trainer_of(net)
     error = pytest.raises(DivergedError, match="at the end of a Join") if size > 1 else contextlib.nullcontext()
     with error, Join([trainer]):
         for step in range(2 + 2 * (rank == 0)):
             if step == 3:
                 trainer.set_learning_rate(0.5)
-            train(net, trainer, data, label, [range(BATCH)])
+            train(net, trainer)
 
 
 def test_no_worker_has_input(rank, size):
-    """Nothing happens, and nothing is compared."""
     net = network(mx.gluon.nn.Dense(3))
-    trainer = trainer_of("DistributedTrainer", net)
+    trainer = trainer_of(net)
     with Join([trainer]):
         pass
     with pytest.raises(mx.gluon.parameter.DeferredInitializationError):
@@ -157,7 +117,7 @@ def test_no_worker_has_input(rank, size):
 
 
 def test_gradients_that_add_up(rank, size):
-    """A worker that had no input begins its next epoch without the sums of the others."""
+    """A worker that had no input begins its next epoch without the sums of the others. Batches differ in size."""
     net = network(mx.gluon.nn.Dense(1, in_units=1, use_bias=False))
     (weight,) = parameters(net)
     weight.grad_req = "add"
@@ -169,62 +129,44 @@ def test_gradients_that_add_up(rank, size):
                 with mx.autograd.record():
                     loss = weight.data().sum()
                 loss.backward()
-                trainer.step(1)
+                trainer.step(1 + rank)
                 weight.grad()[:] = 0
-    np.testing.assert_allclose(before - weight.data().asnumpy(), 1 + 2 / size + 3, rtol=1e-6)
-
-
-def test_disabled(rank, size):
-    """Steps are as they are outside."""
-    nets = [mlp(), mlp()]
-    data, label = samples(BATCH)
-    for net in nets:
-        trainer = trainer_of("DistributedTrainer", net)
-        with Join([trainer], enable=False) if net is nets[0] else contextlib.nullcontext():
-            train(net, trainer, data, label, [range(BATCH)])
-    for mine, theirs in zip(*map(weights, nets)):
-        np.testing.assert_array_equal(mine, theirs)
+    np.testing.assert_allclose(before - weight.data().asnumpy(), 4 * 2 / (size + 1) + 2 / size, rtol=1e-6)
 
 
 @pytest.mark.needs(3)
-@pytest.mark.parametrize("compression", ["none", "fp16"])
-def test_in_a_process_set(dynamic, rank, size, compression):
-    """The other workers do not take part; the same of compressed gradients."""
+def test_in_a_process_set(dynamic, rank, size):
     members = hvd.add_process_set([0, size - 1])
     net = mlp()  # on all: MXNet 1 names parameters by counters
     if rank in (0, size - 1):
-        options = {"process_set": members, "compression": getattr(hvd.Compression, compression)}
+        options = {"process_set": members, "compression": hvd.Compression.fp16}
         trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"momentum": 0.9}, **options)
-        data, label = samples(BATCH)
         with Join([trainer]):
-            train(net, trainer, data, label, [range(BATCH)] * (1 + rank))
+            train(net, trainer, 1 + rank)
         assert trainer._optimizer.num_update == size
         parts = hvd.allgather_object([each.tobytes() for each in weights(net)], process_set=members)
         assert parts[0] == parts[1]
 
 
 def test_the_scale_of_amp(rank, size):
-    """Steps that overflow are skipped by all, and the scale grows and shrinks alike."""
-    amp = importlib.import_module("mxnet.amp" if is_mxnet_2() else "mxnet.contrib.amp")
-    scaler = importlib.import_module(amp.__name__ + ".loss_scaler").LossScaler()
-    scaler._scale_seq_len = 2
     net = mlp()
-    trainer = trainer_of("DistributedTrainer", net)
-    trainer._amp_loss_scaler, trainer._amp_original_scale = scaler, trainer._scale
+    trainer = trainer_of(net)
+    amp, scaler = gluon.scaler_of(trainer)
+    scaler._scale_seq_len = 2
     loss_of = mx.gluon.loss.L2Loss()
-    data, label = samples(BATCH)
+    data, label = gluon.samples(BATCH)
     with Join([trainer]):
         for step in range(3 + 3 * rank):
             with mx.autograd.record():
-                loss = loss_of(net(array(data)), array(label))
+                loss = loss_of(net(gluon.array(data)), gluon.array(label))
                 if step == 4:
                     loss = loss * 1e38
                 with amp.scale_loss(loss, trainer) as scaled:
                     mx.autograd.backward(scaled)
             trainer.step(BATCH)
     assert trainer._optimizer.num_update == 3 * size - (size > 1)
-    assert_same_everywhere(net, trainer, "amp")
-    assert_equal_on_all_ranks(np.array([scaler.loss_scale, scaler._unskipped, trainer._scale]), "scale")
+    assert_same_everywhere(net, trainer)
+    assert_alike(np.array([scaler.loss_scale, scaler._unskipped, trainer._scale]))
 
 
 class Product(mx.gluon.Block):
@@ -232,7 +174,7 @@ class Product(mx.gluon.Block):
 
     def __init__(self):
         super().__init__()
-        make = mx.gluon.Parameter if is_mxnet_2() else self.params.get
+        make = mx.gluon.Parameter if gluon.is_mxnet_2() else self.params.get
         self.weight = make("weight", shape=(4,))
 
     def forward(self, x):
@@ -245,8 +187,8 @@ def test_small_gradients_of_float16(rank, size, initial):
     net = Product()
     net.initialize(mx.init.Zero())
     net.cast("float16")
-    trainer = trainer_of("DistributedTrainer", net, learning_rate=1.0, multi_precision=True)
-    x = array(np.full(4, 1.37e-4, "float16"))
+    trainer = trainer_of(net, learning_rate=1.0, multi_precision=True)
+    x = gluon.array(np.full(4, 1.37e-4, "float16"))
     batch_size = 1024 * (1 + rank)
     with Join([trainer], divide_by_initial_world_size=initial):
         for _ in range(1 + (rank == size - 1)):
@@ -259,4 +201,176 @@ def test_small_gradients_of_float16(rank, size, initial):
     second = gradient / (1024 * size * (size if initial else 1))
     (master,) = (each for each in states(trainer)[:-1] if each.dtype == np.float32)
     np.testing.assert_allclose(-master, np.full(4, first + second), rtol=2e-3)  # sums are rounded to float16
-    assert_same_everywhere(net, trainer, f"halves/{initial}")
+    assert_same_everywhere(net, trainer)
+
+
+# -- Several contexts, nested ones, other joinables and errors ---------------------------------------------------------
+
+
+@pytest.fixture
+def two():
+    nets = [mlp(seed=1), mlp(seed=2)]
+    trainers = [trainer_of(nets[0]), trainer_of(nets[1], "adam")]
+    return nets, trainers, lambda place: train(nets[place], trainers[place])
+
+
+def assert_updates(two, first, second):
+    for net, trainer, count in zip(*two[:2], (first, second)):
+        assert trainer._optimizer.num_update == count
+        assert_same_everywhere(net, trainer)
+
+
+def test_two_trainers_in_any_pattern(rank, size, two):
+    """Each is followed by itself: one may step more often than the other."""
+    with Join(two[1]):
+        for step in range(3 + 2 * rank):
+            two[2](0)
+            if step % 2:
+                two[2](1)
+                two[2](1)
+    assert_updates(two, 1 + 2 * size, 2 * size)
+
+
+@pytest.mark.parametrize("trainer_first", [False, True])
+def test_with_other_joinables(rank, size, trainer_first, two):
+    """Then each iteration tells that this worker is still there, as in PyTorch."""
+    net, trainer, other = two[0][0], two[1][0], Counter()
+    calls = [lambda: two[2](0), lambda: other.count(1)]
+    with Join([trainer, other] if trainer_first else [other, trainer]):
+        for _ in range(1 + rank):
+            for call in calls if trainer_first else calls[::-1]:
+                call()
+    assert other.sums == [size - step for step in range(size)]
+    assert_same_everywhere(net, trainer)
+
+
+@pytest.mark.slow
+def test_a_worker_that_waits_long_is_no_stall(rank, size, caplog):
+    """To wait for workers with more input may take any time: it has no timeout, and is in no report."""
+    counter = Counter()
+    with settings(KVHVD_TIMEOUT="2", KVHVD_STALL_CHECK_TIME_S="1"):
+        meet_again()
+        with Join([counter]):
+            for step in range(1 + (rank == size - 1)):
+                threading.Event().wait(3.5 * step)
+                counter.count(1)
+        assert counter.sums == [size, 1]
+    assert "waited" not in caplog.text
+    meet_again()
+
+
+def test_what_is_refused(rank, size, two):
+    params, trainer = two[0][0].collect_params(), two[1][0]
+    for wrong, error, text in (
+        (mx.gluon.Trainer(params, "sgd", kvstore=None), InvalidRequestError, "kvstore='horovod'"),
+        (mx.gluon.Trainer(params, "sgd", kvstore="device"), InvalidRequestError, "kvstore='horovod'"),
+        (3, TypeError, "Trainers of Gluon, not a int"),
+    ):
+        with pytest.raises(error, match=text):
+            Join([wrong])
+    with pytest.raises(TypeError, match="divide_by_inital_world_size"):
+        Join([trainer], divide_by_inital_world_size=False)
+    if size > 1:
+        with Join([trainer]):
+            for wrong in (0, "four", float("nan")):
+                with pytest.raises(InvalidRequestError, match="batch_size is"):
+                    trainer.step(wrong)
+            for call in (trainer.allreduce_grads, lambda: trainer.update(BATCH)):
+                with pytest.raises(InvalidRequestError, match="call step"):
+                    call()
+            with pytest.raises(InvalidRequestError, match="its gradient is stale"):
+                trainer.step(BATCH, ignore_stale_grad=True)
+            two[2](0)
+    assert_same_everywhere(two[0][0], trainer)
+    two[2](0)
+    trainer.allreduce_grads()  # outside of a Join it is what it was
+
+
+def test_trainers_that_nobody_could_tell_apart(rank, size, two):
+    store = mx.kv.create("horovod")
+    shared = [mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=store) for net in two[0]]
+    with pytest.raises(InvalidRequestError, match="two Trainers use the same store"):
+        Join(shared)
+    with pytest.raises(ValueError, match="given twice"):
+        Join([shared[0], shared[0]])
+    with Join([shared[0]]), pytest.raises(RuntimeError, match="in a Join already"), Join([shared[0]]):
+        pass
+
+
+@pytest.mark.parametrize("last_is_common", [False, True])
+def test_steps_of_trainers_in_another_order(rank, size, last_is_common, two):
+    """A worker whose own last step waits for another one follows that one meanwhile."""
+    with Join(two[1]):
+        for place in [0] if rank == 0 else [1, 0] if last_is_common else [1]:
+            two[2](place)
+            if rank and place:
+                mx.nd.waitall()
+    assert_updates(two, 1, int(size > 1))
+
+
+def test_nested_and_nobody_last(rank, size, two):
+    """All workers follow a step of the outer context's Trainer as they leave one of the inner contexts."""
+    around, within = (Join([trainer]) for trainer in two[1])
+    with around:
+        for number in (1 + rank, size - rank):
+            with within:
+                for _ in range(number):
+                    two[2](0)
+                    two[2](1)
+    assert_updates(two, 2 * size, 2 * size)
+    two[2](0)  # outside, everybody has to step again
+    assert_updates(two, 2 * size + 1, 2 * size)
+
+
+@pytest.mark.needs(2)
+def test_again_after_different_numbers_of_contexts(rank, size, two):
+    """One worker fails before it enters a context that others are in: in a new world they count anew."""
+    kvstore_hvd.barrier()  # all are in this test
+    if rank == size - 1:
+        process.current().abort("the test says so")
+    else:
+        with pytest.raises(HorovodInternalError, match="the test says so"), Join(two[1][:1]):
+            pass
+    kvstore_hvd.reset()
+    with Join(two[1][:1]):
+        for _ in range(1 + rank):
+            two[2](0)
+    assert_updates(two, size, 0)
+
+
+def test_one_thread_only(rank, size, two):
+    other = Join([two[1][1]])
+    entered, left = threading.Event(), threading.Event()
+
+    def run():
+        with Join([two[1][0]]):
+            entered.set()
+            for _ in range(1 + rank):
+                two[2](0)
+            left.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    entered.wait()
+    with pytest.raises(RuntimeError, match="another thread is in a Join"), other:
+        pass
+    left.set()
+    thread.join()
+    with other:
+        pass
+    assert_same_everywhere(two[0][0], two[1][0])
+
+
+@pytest.mark.needs(2)
+def test_workers_at_the_ends_of_different_contexts(rank, size, two):
+
+    def run():
+        with Join([two[1][0]]):
+            if rank == 0:
+                with Join([two[1][1]]):
+                    pass
+
+    with pytest.raises(MismatchError, match="at the end of one Join, and others at the end of another"):
+        run()
+    assert kvstore_hvd.allreduce(np.ones(1), "goes on")[0] == size
+    kvstore_hvd.reset()  # contexts were counted differently

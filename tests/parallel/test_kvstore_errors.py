@@ -1,22 +1,16 @@
 """Wrong calls and disagreeing ranks: who raises what, with which text, and that the store works on afterwards."""
 
 import contextlib
-import time
 
 import numpy as np
 import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import native
-from kvstore_hvd.errors import (
-    InvalidRequestError,
-    MismatchError,
-    TransportError,
-    UnsupportedDtypeError,
-)
+from kvstore_hvd.errors import InvalidRequestError, MismatchError, TransportError, UnsupportedDtypeError
 from kvstore_hvd.world import process
-from support.patience import patient
+from support.gluon import is_mxnet_2
+from support.waiting import wait_until
 
 mx = pytest.importorskip("mxnet")
 
@@ -41,7 +35,6 @@ def others(size):
 
 @pytest.mark.needs(2)
 def test_shapes_differ(kv, rank, size):
-    """Shape disagrees: MismatchError on every rank with who has what, nothing changed."""
     kv._set_key_labels({3: "dense0_weight"})
     shape = (128, 784) if last(rank, size) else (256, 784)
     x = mx.nd.full(shape, rank + 1)
@@ -76,7 +69,6 @@ def test_a_key_that_gets_another_name_is_called_by_that(kv, rank, size, way):
 
 @pytest.mark.needs(2)
 def test_compression_differs(kv, rank, size):
-    """One worker has set another compression, or another threshold."""
     none, half = {"type": "none"}, {"type": "fp16"}
     for own, others_have, shown in (
         ({"threshold": 0.25}, {}, f"2bit, threshold 0.5: {others(size)}    2bit, threshold 0.25: rank {size - 1}"),
@@ -96,19 +88,16 @@ def test_compression_differs(kv, rank, size):
 
 @pytest.mark.needs(2)
 def test_unread_error_is_raised_by_a_later_call_once(kv, rank, size):
-    """An error that nobody has read is raised by the next call, once; that call has done its work nevertheless."""
-    x = mx.nd.ones(3 if last(rank, size) else 4)
+    """That call has done its work nevertheless."""
+    x, y, raised = mx.nd.ones(3 if last(rank, size) else 4), mx.nd.ones(1), 0
     kv.pushpull("w", x)
-    y = mx.nd.ones(1)
-    raised = 0
     for _ in range(100):
         y[:] = 1
         try:
             kv.pushpull("y", y)
         except MismatchError:
             raised += 1
-        # Shows that the other ranks have come, and that this call was carried out whether it raised or not.
-        assert y.asscalar() == size
+        assert y.asscalar() == size  # the others have come, and this call was carried out whether it raised or not
     assert raised == 1
 
 
@@ -128,13 +117,16 @@ def test_errors_that_met_failing_calls_are_all_told(kv, rank, size):
         for again in range(10):
             with pytest.raises(MismatchError, match="dtype"):
                 hvd.allgather(mx.nd.ones(1, dtype="int8" if last(rank, size) else "int32"), name=f"{name}/{again}")
-    deadline = time.monotonic() + patient(30)
-    while not ("'first'" in told and "'second'" in told):
-        assert time.monotonic() < deadline, told
+
+    def are_told():
+        nonlocal told
         try:
             process.current().member.check()
         except MismatchError as error:
             told += str(error)
+        return "'first'" in told and "'second'" in told
+
+    wait_until(are_told)
     for x in arrays:
         assert x.asnumpy().tolist() == [1] * x.size
 
@@ -151,43 +143,35 @@ def test_a_failed_broadcast_leaves_the_outs(kv, rank, size):
     assert x.asnumpy().tolist() == [1] * x.size
 
 
-def two_bit(kv, **parameters):
-    kv.set_gradient_compression({"type": "2bit", **parameters})
+def wrong_calls():
+    x, csr = mx.nd.ones((2, 2)), mx.nd.ones((2, 2)).tostype("csr")
+    yield (lambda kv: kv.pushpull(3, x.asnumpy())), TypeError, r"kvstore_hvd.allreduce\(x, name"
+    yield (lambda kv: kv.pushpull(3, csr)), TypeError, "sparse_grad=False"
+    yield (lambda kv: kv.pushpull(3, x, out=csr)), UnsupportedDtypeError, "tostype"
+    yield (lambda kv: kv.pushpull(3, [x, x.astype("int8")])), TypeError, "cast them to one dtype"
+    yield (lambda kv: kv.pushpull(3, [x, mx.nd.ones(7)])), InvalidRequestError, "one shape"
+    yield (lambda kv: kv.pushpull(3, [])), InvalidRequestError, "at least one array"
+    yield (lambda kv: kv.pull("never pushed", x)), InvalidRequestError, "push"
+    for each in (mx.np.ones(2, dtype=dtype) for dtype in (["int16", "uint16", "uint32"] if is_mxnet_2() else [])):
+        yield (lambda kv, each=each: kv.pushpull(3, each)), UnsupportedDtypeError, "astype"
+    for parameters, error, fix in (
+        ({"type": "1bit"}, InvalidRequestError, "fp16.*2bit"),
+        ({"type": "2bit", "treshold": 1}, InvalidRequestError, "'threshold': 0.5"),
+        ({"type": "fp16", "x": 1}, InvalidRequestError, "fp16"),
+        ("fp16", TypeError, "fp16"),
+        *(
+            ({"type": "2bit", "threshold": each}, InvalidRequestError, "positive number")
+            for each in (0, -0.5, np.nan, np.inf, 1e-60, 1e60)
+        ),
+        *(({"type": "2bit", "threshold": each}, TypeError, "positive number") for each in ("0.5", None, True)),
+    ):
+        yield (lambda kv, given=parameters: kv.set_gradient_compression(given)), error, fix
 
 
-WRONG = [
-    ("float key", lambda kv, x: kv.pushpull(3.0, x), TypeError, "use 3 or '3'"),
-    ("mixed keys", lambda kv, x: kv.pushpull([1, "a"], [x, x]), TypeError, "use one kind of key"),
-    ("numpy value", lambda kv, x: kv.pushpull(3, x.asnumpy()), TypeError, r"kvstore_hvd.allreduce\(x, name"),
-    ("sparse", lambda kv, x: kv.pushpull(3, x.tostype("csr")), TypeError, "sparse_grad=False"),
-    ("sparse out", lambda kv, x: kv.pushpull(3, x, out=x.tostype("csr")), UnsupportedDtypeError, "tostype"),
-    *(
-        (dtype, lambda kv, x, dtype=dtype: kv.pushpull(3, mx.np.ones(2, dtype=dtype)), UnsupportedDtypeError, "astype")
-        for dtype in (["int16", "uint16", "uint32"] if mx.__version__ >= "2" else [])
-    ),
-    ("dtypes", lambda kv, x: kv.pushpull(3, [x, x.astype("int8")]), TypeError, "cast them to one dtype"),
-    ("shapes", lambda kv, x: kv.pushpull(3, [x, mx.nd.ones(7)]), InvalidRequestError, "one shape"),
-    ("no values", lambda kv, x: kv.pushpull(3, []), InvalidRequestError, "at least one array"),
-    ("pull", lambda kv, x: kv.pull("never pushed", x), InvalidRequestError, "push"),
-    ("compression", lambda kv, x: kv.set_gradient_compression({"type": "1bit"}), InvalidRequestError, "fp16.*2bit"),
-    *(
-        (f"threshold {each}", lambda kv, x, each=each: two_bit(kv, threshold=each), error, "positive number")
-        for each, error in (
-            *((each, InvalidRequestError) for each in (0, -0.5, np.nan, np.inf, 1e-60, 1e60)),
-            *((each, TypeError) for each in ("0.5", None, True)),
-        )
-    ),
-    ("no threshold", lambda kv, x: two_bit(kv, treshold=1), InvalidRequestError, "'threshold': 0.5"),
-    ("parameters", lambda kv, x: kv.set_gradient_compression({"type": "fp16", "x": 1}), InvalidRequestError, "fp16"),
-    ("no dict", lambda kv, x: kv.set_gradient_compression("fp16"), TypeError, "fp16"),
-]
-
-
-@pytest.mark.parametrize(("call", "error", "fix"), [row[1:] for row in WRONG], ids=[row[0] for row in WRONG])
-def test_wrong_calls(kv, call, error, fix):
-    """Bad input: a clear error with key and fix, on the rank that made it, and nothing is submitted."""
-    with pytest.raises(error, match=rf"Fix: .*{fix}"):
-        call(kv, mx.nd.ones((2, 2)))
+def test_wrong_calls(kv):
+    for call, error, fix in wrong_calls():
+        with pytest.raises(error, match=rf"Fix: .*{fix}"):
+            call(kv)
 
 
 @pytest.mark.needs(2)
@@ -201,9 +185,7 @@ def test_a_lost_world(world, rank, size):
         process.current().abort("this is a test")
         with pytest.raises(TransportError, match="this is a test"):
             x.asnumpy()
-    deadline = time.monotonic() + patient(30)
-    while process.current().member.engine().health() is None:
-        assert time.monotonic() < deadline, "the abort never arrived"
+    wait_until(process.current().member.engine().health)
     for call in (
         *(lambda store=store: store.pushpull("x", x) for store in stores),
         lambda: stores[0].broadcast("x", x),
@@ -226,25 +208,6 @@ def test_a_lost_world(world, rank, size):
     for store in stores:
         store.pushpull("x", x)
     assert x.asnumpy().tolist() == [[size * size] * 2] * 2
-
-
-@pytest.mark.needs(2)
-def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one(world, rank, size):
-    """What nobody has read before `reset` is not raised after it."""
-    kv = mx.kv.create("horovod")
-    unread = mx.nd.ones(3 if last(rank, size) else 4)
-    kv.pushpull("x", unread)
-    token = np.zeros(1)
-    place = [token.ctypes.data]
-    # Not barrier(), which would raise the error: it must still be there.
-    process.current().member.engine().run(
-        native.Request("allreduce", "all are here", "", place, place, (1,), "float64")
-    )
-    kvstore_hvd.reset()
-    for _ in range(3):
-        y = mx.nd.ones(4)
-        kv.pushpull("x", y)
-        assert y.asnumpy().tolist() == [size] * 4
 
 
 def test_what_is_complete_stays_so_when_another_worker_starts_over(world, rank, size):

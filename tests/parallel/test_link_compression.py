@@ -57,7 +57,6 @@ def test_sums(compressed, rank, size, how):
 
 
 def test_another_way_on_one_host(compressed, rank, size):
-    """All workers are told, and can join afterwards."""
     place = process.current().topology
     with pytest.raises(LaunchError, match=r"KVHVD_LINK_COMPRESSION.* alike"):
         compressed("fp16" if place.host == place.hosts[0] else "none")

@@ -59,45 +59,29 @@ def refused_pair(refusing):
     mx.nd.waitall()
 
 
-@pytest.fixture
-def member(world, refusing, monkeypatch):
-    """Return this rank's part in the world of all; its stores use the engine that can refuse."""
-    member = process.current().member
-    mx.nd.waitall()
-    adapter = native.MXNetAdapter(member.engine(), refusing.path, False, member._connection._arena)
-    monkeypatch.setattr(member, "adapter", adapter)
-    yield member
-    mx.nd.waitall()
+def handle(array):
+    return mxnet_compat.handle_of(array)
 
 
-def pushpull(pair, array):
-    pair.pushpull("w", [array], [array])
-
-
-def pushpull_in_place(pair, array):
-    assert pair.adapter.pushpull_in_place("w", "'w'", mxnet_compat.handle_of(array), 0, False) == 16
-
-
-def pushpull_step(pair, array):
-    pair.adapter.pushpull_step(pair.adapter.prepare([("w", "'w'", mxnet_compat.handle_of(array), 0)]))
-
-
-def broadcast(pair, array):
-    pair.broadcast("w", array, 1)
-
-
-ENTRIES = [pushpull, pushpull_in_place, pushpull_step, broadcast]
+ENTRIES = {
+    "pushpull": lambda pair, array: pair.pushpull("w", [array], [array]),
+    "pushpull_in_place": lambda pair, array: pair.adapter.pushpull_in_place("w", "'w'", handle(array), 0, False),
+    "pushpull_step": lambda pair, array: pair.adapter.pushpull_step(
+        pair.adapter.prepare([("w", "'w'", handle(array), 0)])
+    ),
+    "broadcast": lambda pair, array: pair.broadcast("w", array, 1),
+}
 
 
 @pytest.mark.parametrize("has_taken", [False, True], ids=["at-once", "after-taking-it"])
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.__name__)
+@pytest.mark.parametrize("entry", ENTRIES)
 def test_a_refused_operation_is_announced_once(refused_pair, refusing, entry, has_taken):
     """Both ranks are told of it, and the next operation of the name meets the next one of the other rank."""
-    pair, root = refused_pair, 1 if entry is broadcast else -1
+    pair, root = refused_pair, 1 if entry == "broadcast" else -1
     array, theirs = mx.nd.array(ramp((4,))), ramp((4,), start=7)
     refusing.refuse(has_taken=has_taken)
     with pytest.raises(errors.InputFailedError, match=REFUSED) as caught:
-        entry(pair, array)
+        ENTRIES[entry](pair, array)
     assert refusing.has_refused
     assert str(caught.value).startswith(f"[rank 0/2] {'broadcast' if root == 1 else 'allreduce'} 'w': ")
     with pytest.raises(errors.InputFailedError, match=rf"rank 0: {REFUSED}\n"):
@@ -107,7 +91,7 @@ def test_a_refused_operation_is_announced_once(refused_pair, refusing, entry, ha
     assert pair.adapter.take_unread_error() is None, "the call itself has raised it"
     for number in (1, 2):
         array[:], theirs[:] = number, 10 * number
-        entry(pair, array)
+        ENTRIES[entry](pair, array)
         pair.other.wait(pair.submit("w", theirs, root))
         assert array.asnumpy().tolist() == [10 * number + (0 if root == 1 else number)] * 4
 
@@ -120,7 +104,7 @@ def test_what_follows_a_refused_group_is_announced(refused_pair, refusing, refus
     group = [0] * 8 + [1] * 8 + [2] * 3 + [3]
     ours = [mx.nd.full((size,), place + 1) for place, size in enumerate(sizes)]
     step = pair.adapter.prepare(
-        [(f"g{place}", f"'g{place}'", mxnet_compat.handle_of(array), -place) for place, array in enumerate(ours)]
+        [(f"g{place}", f"'g{place}'", handle(array), -place) for place, array in enumerate(ours)]
     )
     for after in (refused, None):  # the second time nothing is refused
         theirs = [np.full(size, 100, np.float32) for size in sizes]
@@ -142,53 +126,32 @@ def test_what_follows_a_refused_group_is_announced(refused_pair, refusing, refus
             ours[place][:] = place + 1
 
 
-# -- Stores of several workers -------------------------------------------------------------------------------------
-
-
-def refuse_on(refusing, member, after=0):
-    """Have the last rank's engine refuse; returns whether this is that rank."""
-    topology = member.topology
-    if topology.rank != topology.size - 1:
-        return False
-    refusing.refuse(after)
-    return True
-
-
 @pytest.mark.needs(2)
-@pytest.mark.parametrize("operation", ["pushpull", "broadcast"])
-def test_the_other_keys_of_a_call_are_submitted(member, refusing, kv, rank, size, operation):
-    """The second of three is refused: the first and the third have their results, in copies as well."""
+def test_the_other_keys_of_a_call_are_submitted(refusing, kv, rank, size, monkeypatch):
+    """The second of three is refused by the last rank's engine: the others have their results, in copies as well."""
+    member, is_last = process.current().member, rank == size - 1
+    adapter = native.MXNetAdapter(member.engine(), refusing.path, False, member._connection._arena)
+    monkeypatch.setattr(member, "adapter", adapter)
     values = [mx.nd.full(4, 10 * (place + 1) + rank) for place in range(3)]
+    sums = [sum(10 * (place + 1) + each for each in range(size)) for place in range(3)]
     outs = [mx.nd.full(4, -1, dtype="float64") for _ in values]  # another dtype: through a copy
-    refused = refuse_on(refusing, member, 1)
-
-    def call():
-        getattr(kv, operation)(["a", "b", "c"], values, out=outs)
-
-    if refused:
-        with pytest.raises(errors.InputFailedError, match=r"(allreduce|broadcast) 'b': MXNet refused"):
-            call()
-    else:
-        call()
-        with pytest.raises(errors.InputFailedError, match=f"rank {size - 1}: {REFUSED}"):
-            outs[1].asnumpy()
-    ranks = range(size) if operation == "pushpull" else range(1)
-    for place, out in enumerate(outs):
-        expected = sum(10 * (place + 1) + each for each in ranks)
-        if place != 1:
-            assert out.asnumpy().tolist() == [expected] * 4
-        elif refused:
-            assert out.asnumpy().tolist() == [-1] * 4
-    call()
-    for place, out in enumerate(outs):
-        assert out.asnumpy().tolist() == [sum(10 * (place + 1) + each for each in ranks)] * 4
+    if is_last:
+        refusing.refuse(1)
+    text = r"allreduce 'b': MXNet refused" if is_last else f"rank {size - 1}: {REFUSED}"
+    with pytest.raises(errors.InputFailedError, match=text):
+        kv.pushpull(["a", "b", "c"], values, out=outs)
+        outs[1].asnumpy()
+    assert [outs[place].asnumpy().tolist() for place in (0, 2)] == [[sums[place]] * 4 for place in (0, 2)]
+    assert not is_last or outs[1].asnumpy().tolist() == [-1] * 4
+    kv.pushpull(["a", "b", "c"], values, out=outs)
+    assert [out.asnumpy().tolist() for out in outs] == [[each] * 4 for each in sums]
+    mx.nd.waitall()
 
 
 def test_a_refused_reduction_of_a_workers_own_arrays_is_an_error_with_a_fix(refusing):
     local, array = native.LocalReductions(refusing.path, False), mx.nd.ones(4)
-    handle = mxnet_compat.handle_of(array)
     refusing.refuse()
     with pytest.raises(errors.InputFailedError, match=r"(?s)MXNet refused a reduction .* the test refuses it.*Fix: "):
-        local.reduce([handle], handle, 2.0)
-    local.reduce([handle], handle, 2.0)
+        local.reduce([handle(array)], handle(array), 2.0)
+    local.reduce([handle(array)], handle(array), 2.0)
     assert array.asnumpy().tolist() == [2, 2, 2, 2]

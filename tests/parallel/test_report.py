@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd.config import config
-from support.gluon import array, backward, is_mxnet_2, mlp, network, parameters, samples
+from support import gluon
+from support.gluon import backward, batch_of, mlp, names_of, network, parameters
 
 mx = pytest.importorskip("mxnet")
 
@@ -16,18 +16,11 @@ STEPS = 3
 TIMES = ("queued", "reducing", "exposed")
 
 
-def train(net, steps=STEPS):
+def train(net):
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
-    data, label = samples(24)
-    for _ in range(steps):
-        backward(net, [(array(data), array(label))])
-        trainer.step(24)
+    gluon.train(net, trainer, *[batch_of(1)] * STEPS)
     mx.nd.waitall()
     return trainer
-
-
-def names_of(net):
-    return list(net.collect_params()) if is_mxnet_2() else [param.name for param in parameters(net)]
 
 
 def test_gradients_of_a_training(rank, size):
@@ -47,17 +40,11 @@ def test_gradients_of_a_training(rank, size):
     assert (rounds["count"] >= STEPS) == (size > 1)
     assert 0 <= rounds["reducing_ms"] <= rounds["exposed_ms"] * (1 + 1e-9) + 1e-6
     assert rounds["exposed_ms"] <= elapsed * 1e3
-    direct = config().zero_copy
     for param, name in zip(parameters(net), names_of(net)):
         entry = report["keys"][name]
         assert entry["operations"]["pushpull"] == STEPS
         assert entry["bytes"] == (STEPS + entry["operations"].get("broadcast", 0)) * 4 * int(np.prod(param.shape))
-        if size == 1:
-            assert entry["algorithm"] == ""
-        elif direct:
-            assert (entry["algorithm"], entry["staged"]) == ("direct", "")
-        else:
-            assert (entry["algorithm"], entry["staged"]) == ("inline", "KVHVD_ZERO_COPY=0")
+        assert (entry["algorithm"], entry["staged"]) == ("direct" if size > 1 else "", "")
         for which in ("mean", "last"):
             queued, reducing, exposed = (entry["ms"][what][which] for what in TIMES)
             assert queued >= 0 and reducing >= 0
@@ -68,10 +55,10 @@ def test_gradients_of_a_training(rank, size):
         calls = {name: sum(entry["operations"].values()) for name, entry in report["keys"].items()}
         total = sum(report["keys"][name]["ms"][what]["mean"] * count for name, count in calls.items())
         assert report["ms"][what] == pytest.approx(total)
-    # The arena has the gradients; with one worker, or switched off, there is none.
+    # The arena has the gradients; with one worker there is none.
     needed = sum(4 * int(np.prod(param.shape)) for param in parameters(net))
     arena = report["arena"]
-    assert needed <= arena["used"] <= arena["capacity"] if direct and size > 1 else arena == {"used": 0, "capacity": 0}
+    assert needed <= arena["used"] <= arena["capacity"] if size > 1 else arena == {"used": 0, "capacity": 0}
     # One line of totals, one head, one line for each key.
     lines = str(report).splitlines()
     assert lines[0].startswith(f"{size} workers; ")
@@ -83,24 +70,20 @@ def test_why_gradients_are_staged(kv, rank, size, caplog):
     contexts = [mx.cpu(0), mx.cpu(1)]
     net = network(mx.gluon.nn.Dense(3, in_units=8), contexts=contexts)
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kv)
-    data, label = samples(24)
     with caplog.at_level(logging.DEBUG, "kvstore_hvd"):
         for _ in range(STEPS):
-            backward(net, [(array(data, where), array(label, where)) for where in contexts])
-            trainer.step(24)
+            backward(net, [batch_of(1, ctx=where) for where in contexts])
+            trainer.step(8)
     kv.pushpull("mine", mx.nd.ones((5000,)))
     mx.nd.waitall()
     entries = kv.report()["keys"]
     if size == 1:
         return
-    why, of_others = ("2 devices", "not a Trainer's gradient") if config().zero_copy else ("KVHVD_ZERO_COPY=0",) * 2
     algorithm = "two-shot" if kv.local_size == size else "link-sum"
-    assert (entries["mine"]["algorithm"], entries.pop("mine")["staged"]) == (algorithm, of_others)
-    assert {name: entry["staged"] for name, entry in entries.items()} == dict.fromkeys(names_of(net), why)
+    assert (entries["mine"]["algorithm"], entries.pop("mine")["staged"]) == (algorithm, "not a Trainer's gradient")
+    assert {name: entry["staged"] for name, entry in entries.items()} == dict.fromkeys(names_of(net), "2 devices")
     told = [text for record in caplog.records if "staging memory" in (text := record.getMessage())]
-    if config().zero_copy:
-        text = "the gradient of {!r} (key {}) goes through staging memory: 2 devices"
-        names = sorted(names_of(net))  # as a Trainer sorts them
-        expected = [text.format(name, key) for key, name in enumerate(names)]
-        assert sorted(set(told)) == sorted(expected)
-        assert len(told) <= 2 * len(expected)  # a logger may hand a record to several handlers
+    text = "the gradient of {!r} (key {}) goes through staging memory: 2 devices"
+    expected = [text.format(name, key) for key, name in enumerate(sorted(names_of(net)))]  # as a Trainer sorts them
+    assert sorted(set(told)) == sorted(expected)
+    assert len(told) <= 2 * len(expected)  # a logger may hand a record to several handlers

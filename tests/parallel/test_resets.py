@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import re
-import time
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,12 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, ShutdownError
+from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.world import process
 from kvstore_hvd.world.topology import exchange
 from support.gluon import gradients, parameters
 from support.networks import built, step, trainer_of
-from support.patience import patient
+from support.waiting import wait_until
 from support.zero_copy import lies_in_arena, meet_again
 
 mx = pytest.importorskip("mxnet")
@@ -76,16 +76,8 @@ def assert_held(before, size):
 
     It may be less: when `before` was counted, a thread of the world that had just been left may not have ended yet.
     """
-    wait_until(lambda: all(now <= then for now, then in zip(held(), before)), f"no more than {before}")
+    wait_until(lambda: all(now <= then for now, then in zip(held(), before)), lambda: f"{held()}, not {before}")
     assert watched() <= before[1] * (size - 1)
-
-
-def wait_until(condition, what):
-    """An operation of MXNet may let go of its arrays a moment after everyone who waits for it has gone on."""
-    deadline = time.monotonic() + patient(15)
-    while not condition():
-        assert time.monotonic() < deadline, f"held are {held()} instead of {what}"
-        time.sleep(0.01)
 
 
 def memory_kib():
@@ -93,39 +85,27 @@ def memory_kib():
     return sum(int(status.partition(f"{name}:")[2].split()[0]) for name in ("RssAnon", "RssShmem"))
 
 
-def resets(number, rank, size):
-    """As many, each after some operations; then as much is held as after the first ones."""
+@pytest.mark.parametrize("number", [50, pytest.param(1000, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
+def test_resets_leave_nothing_behind(rank, size, no_collector, number):
+    """Not even until the garbage collector comes; nor for longer than any table of descriptors lasts."""
     meet_again()  # arrays of earlier tests stay in their worlds
     net = built("dense")
     trainer = trainer_of(net)
 
-    def one(seed):
-        array = np.full(50_000, rank + 1.0)
-        assert (kvstore_hvd.allreduce(array, "array") == size * (size + 1) / 2).all()
-        if seed % 10 == 0:
-            step(net, trainer, "dense", seed, rank)
-            mx.nd.waitall()
-        meet_again()
+    def some(resets):
+        for seed in range(resets):
+            array = np.full(50_000, rank + 1.0)
+            assert (kvstore_hvd.allreduce(array, "array") == size * (size + 1) / 2).all()
+            if seed % 10 == 0:
+                step(net, trainer, "dense", seed, rank)
+                mx.nd.waitall()
+            meet_again()
 
-    for seed in range(10):
-        one(seed)
+    some(10)
     before, kib = held(), memory_kib()
-    for seed in range(number):
-        one(seed)
+    some(number)
     assert_held(before, size)
     assert memory_kib() < kib + DRIFT_KIB
-
-
-def test_resets_leave_nothing_behind(rank, size, no_collector):
-    """Not even until the garbage collector comes."""
-    resets(60, rank, size)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-def test_a_thousand_resets_leave_nothing_behind(rank, size, no_collector):
-    """The same for longer than any table of descriptors lasts."""
-    resets(1000, rank, size)
 
 
 def test_what_a_program_keeps_of_a_world_does_not_keep_the_world(rank, size, no_collector):
@@ -187,21 +167,19 @@ def test_arrays_keep_their_world_and_no_other(rank, size, no_collector):
     mx.nd.waitall()
     for _ in range(3):
         meet_again()
-    wait_until(lambda: mapped() == before[1] + (size > 1), f"{before} and one segment if there are several workers")
+    wait_until(lambda: mapped() == before[1] + (size > 1))
     assert all((array == rank).all() for array in gradients(net))
     del net, array
     gc.collect()  # a net has cycles of its own
     mx.nd.waitall()
-    wait_until(lambda: mapped() == before[1] + (size > 1), f"{before} and one segment if there are several workers")
+    wait_until(lambda: mapped() == before[1] + (size > 1))
     arrays.clear()
-    wait_until(lambda: mapped() == before[1], f"the segments of {before}")
+    wait_until(lambda: mapped() == before[1])
     assert_held(before, size)
 
 
 @pytest.mark.needs(2)
 def test_process_sets_hold_nothing_either(rank, size, dynamic, no_collector):
-    from kvstore_hvd.mxnet import process_sets
-
     meet_again()
     before = held()
     evens = process_sets.add_process_set(range(0, size, 2))
@@ -218,8 +196,6 @@ def test_process_sets_hold_nothing_either(rank, size, dynamic, no_collector):
 @pytest.mark.needs(2)
 def test_a_world_that_could_not_be_joined_holds_nothing(rank, size, no_collector, monkeypatch):
     """There was no memory for the arena: nothing is kept of that world, whoever keeps the error."""
-    from kvstore_hvd import native
-
     meet_again()
     before = held()
 

@@ -21,7 +21,7 @@ mx = pytest.importorskip("mxnet")
 
 #: Prescale and postscale: none, small, fractions that round, signs, far out of range, and what is no number.
 INF, NAN = float("inf"), float("nan")
-FACTORS = [(1.0, 1.0), (2.0, 1.0), (1 / 3, 3.0), (-1.5, 1.0), (100.0, 0.01), (1e300, 1e-300), (INF, 1.0), (1.0, NAN)]
+FACTORS = [(1.0, 1.0), (1 / 3, 3.0), (-1.5, 1.0), (1e300, 1e-300), (INF, 1.0), (1.0, NAN)]
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 

@@ -9,12 +9,16 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.world import process
 from kvstore_hvd.world.topology import clock_ahead
-from support.gluon import array, backward, mlp, parameters, samples
+from support.gluon import batch_of, mlp, parameters, train
 from support.timeline import Trace, parts_of
+from support.waiting import in_child
 from support.zero_copy import meet_again
+
+mx = pytest.importorskip("mxnet")
 
 STEPS = 4
 
@@ -22,10 +26,7 @@ STEPS = 4
 @pytest.fixture
 def target(tmp_path, rank, size):
     """Return a path in a folder of this test that is the same on every rank; nothing else may be left in there."""
-    text = np.zeros(1024, np.uint8)
-    own = str(tmp_path).encode()
-    text[: len(own)] = np.frombuffer(own, np.uint8)
-    folder = Path(bytes(kvstore_hvd.broadcast(text, 0, "folder")).rstrip(b"\0").decode())
+    folder = Path(hvd.broadcast_object(str(tmp_path)))
     yield folder / "timeline.json"
     kvstore_hvd.stop_timeline()
     kvstore_hvd.barrier()  # all have read it
@@ -80,11 +81,11 @@ def test_every_operation_of_every_rank(target, rank, size):
         assert begin <= ts_ns + error_ns and ts_ns + span["dur"] * 1e3 <= end + error_ns
 
 
-@pytest.mark.parametrize("bad", ["missing/timeline.json", ""])
-def test_a_path_that_cannot_be_written_raises_everywhere(target, rank, size, bad):
+def test_a_path_that_cannot_be_written_raises_everywhere(target, rank, size):
     """The error says so on every rank, nothing is left, and the world goes on; stop without start does nothing."""
-    with pytest.raises(InvalidRequestError, match=rf"(?s)\[rank {rank}/{size}\] start_timeline: .*Fix: "):
-        kvstore_hvd.start_timeline(target.parent / bad if bad else bad)
+    for bad in (target.parent / "missing" / "timeline.json", ""):
+        with pytest.raises(InvalidRequestError, match=rf"(?s)\[rank {rank}/{size}\] start_timeline: .*Fix: "):
+            kvstore_hvd.start_timeline(bad)
     kvstore_hvd.barrier()
     assert os.listdir(target.parent) == []
     kvstore_hvd.stop_timeline()
@@ -138,21 +139,14 @@ def test_only_rank_0_says_where(target, rank, size):
 
 
 def test_a_training(target, rank, size):
-    """A row for each gradient, under its parameter's name; a mark for each step."""
-    mx = pytest.importorskip("mxnet")
     net = mlp()
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
-    data, label = samples(24)
-
-    def step():
-        backward(net, [(array(data), array(label))])
-        trainer.step(24)
-        mx.nd.waitall()
-
-    step()  # broadcasts, too
+    train(net, trainer, batch_of(1))  # broadcasts, too
+    mx.nd.waitall()
     kvstore_hvd.start_timeline(str(target), mark_cycles=True)
     for _ in range(STEPS):
-        step()
+        train(net, trainer, batch_of(1))
+        mx.nd.waitall()
     kvstore_hvd.stop_timeline()
     trace = Trace(target)
     for r in range(size):
@@ -167,7 +161,6 @@ def test_a_training(target, rank, size):
 
 def test_it_goes_on_over_a_reset(target, rank, size):
     """Both worlds are in one file; what ranks disagree about is in it, too."""
-    pytest.importorskip("mxnet")
     kvstore_hvd.start_timeline(target, mark_cycles=True)
     total(size, "both")
     if size > 1:
@@ -184,15 +177,9 @@ def test_it_goes_on_over_a_reset(target, rank, size):
             assert trace.row(r, "unlike")[1]["args"]["failed"] is True
 
 
-def test_process_sets_are_recorded(target, rank, size):
+@pytest.mark.needs(3)
+def test_process_sets_are_recorded(target, rank, size, dynamic):
     """Those that were there before, and those that come; over a reset; until they are removed."""
-    mx = pytest.importorskip("mxnet")
-    import kvstore_hvd.mxnet as hvd
-    from kvstore_hvd.mxnet import process_sets
-
-    if size < 3:
-        pytest.skip("needs three workers")
-    process_sets.allow_dynamic()
     before = hvd.add_process_set([0, 1])
     kvstore_hvd.start_timeline(target, mark_cycles=True)
     later = hvd.add_process_set([1, 2])
@@ -210,8 +197,6 @@ def test_process_sets_are_recorded(target, rank, size):
     once()
     numbers.append(before.process_set_id)
     kvstore_hvd.stop_timeline()
-    for each in (before, later):
-        hvd.remove_process_set(each)
     trace = Trace(target)
     for r in range(size):
         rows = {name: trace.row(r, name) for name in trace.names(r) if name.endswith(": x")}
@@ -226,7 +211,6 @@ def test_process_sets_are_recorded(target, rank, size):
 
 
 def test_leaving_the_world_ends_it(target, rank, size):
-    """The last one to leave makes the file; the next world is recorded when it is started again."""
     kvstore_hvd.start_timeline(target)
     total(size, "first")
     kvstore_hvd.shutdown()
@@ -241,29 +225,18 @@ def test_leaving_the_world_ends_it(target, rank, size):
 
 
 def test_a_forked_child_leaves_it_alone(target, rank, size):
-    """The child neither ends nor writes the parent's recording."""
     kvstore_hvd.start_timeline(target)
     total(size, "before")
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            kvstore_hvd.stop_timeline()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitpid(child, 0)[1] == 0
+    in_child(kvstore_hvd.stop_timeline)
     total(size, "after")
     kvstore_hvd.stop_timeline()
     if size > 1:
         assert all(set(Trace(target).names(r)) == {"before", "after"} for r in range(size))
 
 
+@pytest.mark.needs(2)
 def test_mxnets_profiler_names_operations(target, rank, size):
     """MXNet records our operations from when their arrays are ready until they are over, by the tensor's name."""
-    mx = pytest.importorskip("mxnet")
-    if size == 1:
-        return
     file = target.parent / f"profile-{rank}.json"
     mx.profiler.set_config(profile_imperative=True, profile_symbolic=True, filename=str(file))
     mx.profiler.set_state("run")
@@ -272,10 +245,7 @@ def test_mxnets_profiler_names_operations(target, rank, size):
     store.pushpull("single", value)
     net = mlp()
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=store)
-    data, label = samples(24)
-    for _ in range(2):
-        backward(net, [(array(data), array(label))])
-        trainer.step(24)
+    train(net, trainer, *[batch_of(1)] * 2)
     mx.nd.waitall()
     mx.profiler.set_state("stop")
     mx.profiler.dump()

@@ -7,8 +7,9 @@ import kvstore_hvd
 from kvstore_hvd.elastic import GluonState
 from kvstore_hvd.errors import UnsupportedDtypeError
 from kvstore_hvd.join import Join
-from support.arrays import assert_equal_on_all_ranks, assert_same_bits, contribution, make
-from support.gluon import array, backward, mlp, network, parameters, samples, weights
+from support import gluon
+from support.arrays import assert_same_bits, contribution, make
+from support.gluon import array, assert_alike, batch_of, mlp, network, parameters, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -49,7 +50,7 @@ def test_an_array_of_another_shape_begins_anew(kv, kind, size):
         assert not x.asnumpy().any()
 
 
-@pytest.mark.parametrize("threshold", [None, np.float32(0.1)])
+@pytest.mark.parametrize(("kind", "threshold"), [("nd", None), ("np", np.float32(0.1))], indirect=["kind"])
 def test_sums(kv, kind, rank, size, threshold):
     """`pushpull` (in place, with outs of other dtypes and devices, of several keys) and `push`: the model's bits."""
     params = {"type": "2bit"} if threshold is None else {"type": "2bit", "threshold": threshold}
@@ -121,10 +122,7 @@ def test_residuals_are_saved(rank, size, tmp_path, monkeypatch):
         return mx.gluon.Trainer(parameters(net), "adam", {}, kvstore="horovod", compression_params=compression)
 
     def train(net, trainer, first):
-        for step in range(first, first + 3):
-            data, label = samples(4, seed=100 * rank + step)
-            backward(net, [(array(data), array(label))])
-            trainer.step(4 * size)
+        gluon.train(net, trainer, *(batch_of(rank, first + step) for step in range(3)), size=4 * size)
         return b"".join(each.tobytes() for each in weights(net))
 
     net = mlp()
@@ -137,7 +135,7 @@ def test_residuals_are_saved(rank, size, tmp_path, monkeypatch):
     net.save_parameters(str(tmp_path / "net"))
     trainer.save_states(str(tmp_path / "states"))
     end = train(net, trainer, 3)
-    assert_equal_on_all_ranks(np.frombuffer(end, np.uint8), "end")
+    assert_alike(net)
     state.restore()
     assert train(net, trainer, 3) == end
     state.restore()
@@ -178,4 +176,4 @@ def test_in_a_join(rank, size):
                 total += 0.5
     (weight,) = weights(net)
     np.testing.assert_allclose(weight, -total / size, rtol=1e-6)
-    assert_equal_on_all_ranks(weight, "in a join")
+    assert_alike(weight)

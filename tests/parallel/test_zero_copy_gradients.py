@@ -1,19 +1,24 @@
-"""Gradients in shared memory: when they come there, when they must not, and that what MXNet makes anew comes too."""
+"""Gradients in shared memory: when they come there, and when they must not; what MXNet makes anew; its memory."""
 
-import contextlib
-import copy
+import gc
 
 import numpy as np
 import pytest
 
-from support.arrays import assert_same_bits, by_host, contribution, expected_sum
-from support.gluon import array, gradients, parameters, weights
-from support.networks import BATCH, MODES, backward, batch, built, step, trainer_of
-from support.zero_copy import are_in_arena, both, gradient_bytes, zero_copy
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import log
+from kvstore_hvd.config import config
+from support.arrays import assert_same_bits, contribution, expected_sum
+from support.gluon import array, assert_alike, gradients, parameters, weights
+from support.networks import BATCH, MODES, backward, batch, built, sequential, step, trainer_of
+from support.waiting import in_child
+from support.zero_copy import are_in_arena, arena, both, bytes_in_place, gradient_bytes, meet_again, settings, zero_copy
 
 mx = pytest.importorskip("mxnet")
 
 from mxnet import autograd  # noqa: E402
+from mxnet.gluon import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_static_graphs")
 
@@ -61,15 +66,14 @@ def test_large_gradients(rank, size, count, elsewhere):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kvstore", ["create", "horovod"])
-def test_stale_gradients_are_noticed_as_without_us(rank, size, kvstore):
+def test_stale_gradients_are_noticed_as_without_us(rank, size):
     """A step without a backward pass raises; with ignore_stale_grad it leaves alone what is stale."""
     outcomes = []
 
     def run():
         with zero_copy(False):
             net = built("dense")
-        trainer = trainer_of(net, kvstore)
+        trainer = trainer_of(net, "horovod")
         values = []
 
         def attempt(**options):
@@ -94,16 +98,17 @@ def test_stale_gradients_are_noticed_as_without_us(rank, size, kvstore):
     assert outcomes == ["stale", "done", "stale", "done", "done", "stale"] * 2
 
 
-def test_a_graph_from_before_the_trainer(rank, size):
-    """A loss recorded before there was a Trainer still finds the gradients when they did not have to move."""
+def test_graphs_from_before_the_trainer(rank, size):
+    """Losses recorded before there was a Trainer, or its first step, reach the gradients of the step after them."""
 
     def run():
         net = built("dense")
         with autograd.record():
-            loss = (net(batch((BATCH, 8), rank)) ** 2).sum()
+            losses = [(net(batch((BATCH, 8), (rank, i))) ** 2).sum() for i in range(2)]
         trainer = trainer_of(net)
-        loss.backward()
-        trainer.step(1)
+        for loss in losses:
+            loss.backward()
+            trainer.step(1)
         return weights(net)
 
     both(run)
@@ -133,22 +138,6 @@ def test_gradients_that_a_graph_may_keep(rank, size, kvstore, mode):
     assert reduced == (expected[-1] if size > 1 and mode != "static" else 0)
 
 
-def test_two_losses_recorded_before_the_first_step(rank, size):
-    """Backward passes of graphs that are older than a step reach the gradients of the step after it."""
-
-    def run():
-        net = built("dense")
-        trainer = trainer_of(net)
-        with autograd.record():
-            losses = [(net(batch((BATCH, 8), (rank, i))) ** 2).sum() for i in range(2)]
-        for loss in losses:
-            loss.backward()
-            trainer.step(1)
-        return weights(net)
-
-    both(run)
-
-
 def test_gradients_move_inside_of_record(rank, size):
     """Gradients that move while something is recorded leave nothing in the graph."""
     with zero_copy(False):
@@ -168,7 +157,6 @@ def test_gradients_move_inside_of_record(rank, size):
 
 
 def test_two_trainers_on_the_same_parameters(rank, size):
-    """Both find the gradients in the arena."""
     expected = []
 
     def run():
@@ -200,77 +188,162 @@ def load_parameters(net, folder):
 
 CHANGES = {
     "null and back": null_and_back,
-    "add": lambda net, folder: [setattr(param, "grad_req", "add") for param in parameters(net)],
     "reset_ctx": lambda net, folder: [param.reset_ctx(mx.cpu()) for param in parameters(net)],
-    "cast": lambda net, folder: net.cast("float64"),
+    "add": lambda net, folder: [setattr(param, "grad_req", "add") for param in parameters(net)],
     "reinit": lambda net, folder: mx.random.seed(5) or net.initialize(mx.init.Normal(0.2), force_reinit=True),
     "initialize": lambda net, folder: net.initialize(mx.init.Normal(0.2)),  # MXNet warns and changes nothing
     "load": load_parameters,
+    "cast": lambda net, folder: net.cast("float64"),
 }
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("change", "mode"), [*zip(CHANGES, [*MODES] * 3), ("null and back", "static")])
-def test_after_a_change_gradients_are_in_the_arena_again(rank, size, tmp_path, change, mode):
+@pytest.mark.parametrize("mode", MODES)
+def test_after_a_change_gradients_are_in_the_arena_again(rank, size, tmp_path, mode):
     """The steps after MXNet has replaced gradients are right, and in place."""
     expected = []
 
     def run():
         net = built("dense", mode)
         trainer = trainer_of(net)
-        total = 0
-        for seed in range(4):
-            if seed == 2:
-                CHANGES[change](net, tmp_path)
-            step(net, trainer, "dense", seed, rank, "float64" if change == "cast" and seed >= 2 else "float32")
-            total += gradient_bytes(net)
+        total, values = 0, []
+        for number, change in enumerate(CHANGES):
+            CHANGES[change](net, tmp_path)
+            for seed in range(2):
+                dtype = "float64" if change == "cast" else "float32"
+                step(net, trainer, "dense", 2 * number + seed, rank, dtype)
+                total += gradient_bytes(net)
+            values += weights(net)
+            assert are_in_arena(net) == [size > 1 and config().zero_copy] * 4, change
         expected.append(total)
-        run.net = net
-        return weights(net)
+        return values
 
     assert both(run) == (expected[-1] if size > 1 else 0)
-    assert are_in_arena(run.net) == [size > 1] * 4
 
 
-def test_a_copy_of_a_net(rank, size):
-    """What MXNet lets a program do with a copied net it still may, and the copy trains as well."""
-
-    def run():
-        net = built("dense")
-        backward(net, batch((BATCH, 8), rank))
-        trainer = trainer_of(net)
-        trainer.step(1)
-        try:
-            twin = copy.deepcopy(net)
-        except Exception as error:
-            return [np.frombuffer(type(error).__name__.encode(), np.uint8)]
-        null_and_back(twin, None)  # a copied array is no variable of autograd any more
-        other = trainer_of(twin)
-        step(twin, other, "dense", 1, rank)
-        return weights(net) + weights(twin)
-
-    both(run)
+# -- Their memory: it may be full, is given back, and worlds that are left keep theirs --------------------------------
 
 
-# -- What cannot be summed where it lies goes through staging memory ---------------------------------------------------
-
-
-def test_one_array_of_one_worker_is_elsewhere(rank, size):
-    """Arrays in arenas and elsewhere within one step, differently on the workers."""
-    expected = []
+def test_a_full_arena(rank, size, caplog):
+    """What does not fit is staged, right, and said once."""
+    sizes = {}
 
     def run():
-        net = built("norm")
+        net = sequential(
+            nn.Dense(16, in_units=8), nn.Dense(40000, in_units=16), nn.Dense(2, in_units=40000), nn.Dense(3, in_units=2)
+        )
+        mx.random.seed(3)
+        net.initialize(mx.init.Normal(0.01))
         trainer = trainer_of(net)
-        step(net, trainer, "norm", 0, rank)
-        first = parameters(net)[0]
-        with zero_copy(False) if rank == size - 1 else contextlib.nullcontext():
-            if rank == size - 1:
-                first.grad_req = "null"
-                first.grad_req = "write"
-            step(net, trainer, "norm", 1, rank)
-        (on_host,) = (ranks for ranks in by_host(list(range(size))) if rank in ranks)
-        expected.append(2 * gradient_bytes(net) - (4 * int(np.prod(first.shape)) if size - 1 in on_host else 0))
+        for seed in range(2):
+            step(net, trainer, "dense", seed, rank)
+        sizes["all"] = 2 * gradient_bytes(net)
+        run.inside = are_in_arena(net)
         return weights(net)
 
-    assert both(run) == (expected[-1] if size > 1 else 0)
+    with settings(KVHVD_ARENA_MIB="1"):
+        meet_again()
+        log._logged.discard("arena-full")
+        reduced = both(run)
+    meet_again()
+    assert any(run.inside) == (size > 1)
+    assert not all(run.inside)
+    assert 0 < reduced < sizes["all"] or size == 1
+    said = [record for record in caplog.records if "shared gradients is full" in record.getMessage()]
+    assert len(said) == (1 if size > 1 else 0)
+
+
+@pytest.mark.parametrize("mode", ["plain", "static"])
+def test_reset_moves_gradients(rank, size, mode):
+    """After a reset the next step moves gradients to the arena of the new world, and the old memory comes back.
+
+    Where a static graph may have them, they stay, and are staged.
+    """
+    gc.collect()
+    meet_again()  # arrays of other tests stay in their worlds
+    moves = mode != "static"
+    net = built("dense", mode, grad_req="add")
+    trainer = trainer_of(net)
+    step(net, trainer, "dense", 0, rank)
+    for seed in range(1, 3):
+        backward(net, batch((BATCH, 8), (seed, rank)))  # with 'add', what the gradients are now counts
+        before, old = gradients(net), arena()
+        meet_again()
+        for one, other in zip(gradients(net), before):
+            assert_same_bits(one, other)
+        step(net, trainer, "dense", seed, rank)
+        mx.nd.waitall()
+        assert old is None or not moves or old.used == 0
+    assert are_in_arena(net) == [size > 1 and moves] * 4
+    assert bytes_in_place() == (gradient_bytes(net) if size > 1 and moves else 0)
+
+
+# -- A forked child has memory of its own, and the parent trains on ---------------------------------------------------
+
+
+def change_everything(net, before, data):
+    """In a child: read the gradients, run a backward pass, then overwrite them."""
+    for one, other in zip(gradients(net), before):
+        assert_same_bits(one, other)
+    backward(net, data)
+    assert all(np.isfinite(gradient).all() for gradient in gradients(net))
+    for param in parameters(net):
+        param.grad()[:] = 77
+    assert all((gradient == 77).all() for gradient in gradients(net))
+    again = built("dense")  # no arena for a child
+    backward(again, data)
+    for param in (*parameters(net), *parameters(again)):
+        param._grad = None
+
+
+def test_the_arena_is_known_to_forks_when_a_process_set_is_gone(dynamic, rank, size):
+    """Also when nothing lay in it by then."""
+    meet_again()
+    if size > 1:
+        hvd.remove_process_set(hvd.add_process_set([0]))
+    net = built("dense")
+    step(net, trainer_of(net), "dense", 0, rank)
+    assert are_in_arena(net) == [size > 1] * 4
+    data, before = batch((BATCH, 8), rank), gradients(net)
+    in_child(lambda: change_everything(net, before, data))
+    for one, other in zip(gradients(net), before):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize("moment", ["after a reset", "after a shutdown"])
+def test_a_forked_child_writes_to_memory_of_its_own(rank, size, moment):
+    """The parent's gradients, in whatever world they are, stay as they are, and training goes on."""
+    net = built("dense")
+    trainer = trainer_of(net)
+    step(net, trainer, "dense", 0, rank)
+    data = batch((BATCH, 8), rank)
+    if moment == "after a reset":
+        meet_again()
+    else:
+        mx.nd.waitall()
+        kvstore_hvd.barrier()
+        kvstore_hvd.shutdown()
+    before = gradients(net)
+    in_child(lambda: change_everything(net, before, data))
+    # A child's child too has what the child has.
+    in_child(lambda: nested(net))
+    for one, other in zip(gradients(net), before):
+        assert_same_bits(one, other)
+    if moment == "after a shutdown":
+        kvstore_hvd.reset()
+    step(net, trainer, "dense", 1, rank)
+    assert are_in_arena(net) == [size > 1] * 4
+    assert_alike(net)
+
+
+def nested(net):
+    for param in parameters(net):
+        param.grad()[:] = 5
+
+    def look():
+        assert all((gradient == 5).all() for gradient in gradients(net))
+        for param in parameters(net):
+            param.grad()[:] = 6
+
+    in_child(look)
+    assert all((gradient == 5).all() for gradient in gradients(net))

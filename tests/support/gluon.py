@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from support.arrays import make
+from support.arrays import assert_equal_on_all_ranks, make
 
 Array = Any  # numpy.ndarray of any dtype
 
@@ -56,6 +58,11 @@ def parameters(net: Any) -> list[Any]:
     return list(net.collect_params().values())
 
 
+def names_of(net: Any) -> list[str]:
+    """Return what messages and reports call the parameters."""
+    return list(net.collect_params()) if is_mxnet_2() else [param.name for param in parameters(net)]
+
+
 def weights(net: Any, device: int = 0) -> list[Array]:
     """Return the values of all parameters on one device."""
     return [param.list_data()[device].asnumpy() for param in parameters(net)]
@@ -89,10 +96,60 @@ class OwnCompression:
         return tensor
 
 
-def samples(number: int, inputs: int = 8, outputs: int = 3, seed: int = 1) -> tuple[Array, Array]:
+def samples(number: int, inputs: int = 8, outputs: int = 3, seed: Any = 1) -> tuple[Array, Array]:
     """Return data and labels, the same ones everywhere."""
     generator = np.random.default_rng(seed)
     return (
         generator.standard_normal((number, inputs)).astype("float32"),
         generator.standard_normal((number, outputs)).astype("float32"),
     )
+
+
+def batch_of(*seed: int, count: int = 4, ctx: Any = None) -> Any:
+    """Return data and labels of one batch as MXNet's arrays."""
+    return tuple(array(each, ctx) for each in samples(count, seed=seed))
+
+
+def train(net: Any, trainer: Any, *batches: Any, size: int = 4) -> None:
+    """Take a step with each of these batches of `size` samples."""
+    for batch in batches:
+        backward(net, [batch])
+        trainer.step(size)
+
+
+def trained_alone(steps: Iterable[Sequence[Any]], **options: Any) -> list[Array]:
+    """Return the parameters of ``mlp(seed=5)`` after SGD in one process on the batches of all workers in each step."""
+    import mxnet as mx
+
+    net = mlp(seed=5)
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", options, kvstore=None)
+    for batches in steps:
+        data, label = (np.concatenate([each[i].asnumpy() for each in batches]) for i in (0, 1))
+        train(net, trainer, (array(data), array(label)), size=len(data))
+    return weights(net)
+
+
+def assert_trained(net: Any, expected: Sequence[Array], rtol: float = 1e-4, atol: float = 1e-5) -> None:
+    """Fail unless the parameters are these on all devices of all workers, but for rounding, and alike on all."""
+    for values, theirs in zip(parameters(net), expected):
+        for ours in values.list_data():
+            np.testing.assert_allclose(ours.asnumpy(), theirs, rtol=rtol, atol=atol)
+    assert_alike(net)
+
+
+def assert_alike(*values: Any) -> None:
+    """Fail unless arrays, and the parameters of networks on all devices, have the bits of rank 0's. Collective."""
+    arrays = []
+    for value in values:
+        params = parameters(value) if hasattr(value, "collect_params") else []
+        arrays += [each.asnumpy() for param in params for each in param.list_data()] or [value]
+    bits = b"".join(np.ascontiguousarray(each).tobytes() for each in arrays)
+    assert_equal_on_all_ranks(np.frombuffer(bits, np.uint8), os.environ["PYTEST_CURRENT_TEST"])
+
+
+def scaler_of(trainer: Any) -> Any:
+    """Give a Trainer the loss scaler of AMP, as `amp.init_trainer` does; returns AMP and the scaler."""
+    amp = importlib.import_module("mxnet.amp" if is_mxnet_2() else "mxnet.contrib.amp")
+    scaler = importlib.import_module(f"{amp.__name__}.loss_scaler").LossScaler()
+    trainer._amp_loss_scaler, trainer._amp_original_scale = scaler, trainer._scale
+    return amp, scaler

@@ -88,16 +88,8 @@ def _elementwise() -> Any:
 # How to make it, and the shape of a batch.
 NETWORKS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
     "conv": (_conv, (BATCH, 2, 8, 8)),
-    "norm": (
-        lambda: sequential(
-            nn.Dense(600, activation="tanh", in_units=8), nn.LayerNorm(in_channels=600), nn.Dense(3, in_units=600)
-        ),
-        (BATCH, 8),
-    ),
-    "lstm": (
-        lambda: sequential(rnn.LSTM(12, num_layers=2, input_size=5), nn.Dense(3, flatten=False, in_units=12)),
-        (6, BATCH, 5),
-    ),
+    "norm": (_norm, (BATCH, 8)),
+    "lstm": (_lstm, (6, BATCH, 5)),
     "tied": (_tied, (BATCH, 8)),
     "deferred": (lambda: sequential(nn.Dense(16, activation="tanh"), nn.Dense(3)), (BATCH, 8)),
     "dense": (lambda: sequential(nn.Dense(16, activation="tanh", in_units=8), nn.Dense(3, in_units=16)), (BATCH, 8)),
