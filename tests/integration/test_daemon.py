@@ -5,11 +5,9 @@ The launcher is a fake that decides nothing. How workers start and end is in tes
 
 import re
 import select
-import signal
 import socket
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -17,8 +15,8 @@ import pytest
 
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.launch.daemon import WINDOW
-from support.jobs import processes, variables_of
-from support.patience import patient
+from support.jobs import variables_of
+from support.patience import patient, until
 
 pytestmark = pytest.mark.alike
 
@@ -69,9 +67,11 @@ class Launcher:
 
     def start(self, worker, program):
         how = {"share": [], "control": True, "stdin": False, "capture": True}
-        command = [sys.executable, "-c", LINE + program]
-        environment = {**self.environment, "PYTHONUNBUFFERED": "1"}
-        self.send("start", worker=worker, command=command, environment=environment, **how)
+        how["environment"] = {**self.environment, "PYTHONUNBUFFERED": "1"}
+        self.send("start", worker=worker, command=[sys.executable, "-c", LINE + program], **how)
+
+    def until(self, condition):
+        until(lambda: condition() or self.hear() or condition())
 
     def hear(self):
         """Take what there is, and wait a moment if there is nothing."""
@@ -85,12 +85,6 @@ class Launcher:
                     self.send("ack", bytes=len(data))
             else:
                 self.messages.append(message)
-
-    def until(self, condition):
-        end = time.monotonic() + patient(15)
-        while not condition():
-            assert time.monotonic() < end, self.messages[-20:]
-            self.hear()
 
     def next(self, kind, worker=None):
         """The next message of this kind; those before it are passed over."""
@@ -191,34 +185,3 @@ assert refused(b'\\0\\x20\\0\\0\\0\\0\\0\\0')  # as many bytes are to follow
     launcher.send("to", worker=1, message={"t": "lost", "generation": 0, "text": "still here"})
     assert launcher.next("exited", 1)["code"] == 0
     assert b"still here" in launcher.written[1, 1]
-
-
-def test_what_cannot_be_started_is_reported(launcher):
-    how = {"share": [], "control": True, "stdin": False, "capture": True}
-    for number, command in enumerate([["/nowhere/program"], [], ["/bin/sh", "a\0b"], ["/etc/hostname"]]):
-        launcher.send("start", worker=number, command=command, environment={}, **how)
-        assert launcher.next("not_started", number)["text"]
-
-
-# -- Ends -----------------------------------------------------------------------------------------------------------
-
-DEAF = "import signal\nfor number in (10, 15): signal.signal(number, signal.SIG_IGN)\n" + FINISHED
-DEAF += "threading.Event().wait(100)"
-
-
-def test_one_that_is_deaf_to_its_end_is_killed_after_the_grace(launcher):
-    launcher.start(0, DEAF)
-    launcher.next("from", 0)
-    launcher.send("signal", worker=0, signal=signal.SIGUSR1)
-    for _ in range(2):
-        launcher.next("beat")  # it lives: its end would be passed over here, and missed below
-    launcher.send("signal", worker=0, signal=signal.SIGTERM)
-    assert launcher.next("exited", 0)["code"] == -signal.SIGKILL
-
-
-def test_the_loss_of_the_launcher_ends_everything(launcher, marker):
-    launcher.start(0, DEAF)
-    launcher.next("from", 0)
-    launcher.line.close()
-    assert launcher.daemon.wait(patient(15)) == 1
-    assert processes(marker) == []
