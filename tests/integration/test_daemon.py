@@ -5,6 +5,7 @@ The launcher is a fake that decides nothing. How workers start and end is in tes
 
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from kvstore_hvd.base.channel import Channel, ChannelError
 from kvstore_hvd.launch.daemon import WINDOW
-from support.jobs import variables_of
+from support.jobs import processes, variables_of
 from support.patience import patient, until
 
 pytestmark = pytest.mark.alike
@@ -185,3 +186,27 @@ assert refused(b'\\0\\x20\\0\\0\\0\\0\\0\\0')  # as many bytes are to follow
     launcher.send("to", worker=1, message={"t": "lost", "generation": 0, "text": "still here"})
     assert launcher.next("exited", 1)["code"] == 0
     assert b"still here" in launcher.written[1, 1]
+
+
+# -- Ends -----------------------------------------------------------------------------------------------------------
+
+DEAF = "import signal\nfor number in (10, 15): signal.signal(number, signal.SIG_IGN)\n" + FINISHED
+DEAF += "threading.Event().wait(100)"
+
+
+def test_one_that_is_deaf_to_its_end_is_killed_after_the_grace(launcher):
+    launcher.start(0, DEAF)
+    launcher.next("from", 0)
+    launcher.send("signal", worker=0, signal=signal.SIGUSR1)
+    for _ in range(2):
+        launcher.next("beat")  # it lives: its end would be passed over here, and missed below
+    launcher.send("signal", worker=0, signal=signal.SIGTERM)
+    assert launcher.next("exited", 0)["code"] == -signal.SIGKILL
+
+
+def test_the_loss_of_the_launcher_ends_everything(launcher, marker):
+    launcher.start(0, DEAF)
+    launcher.next("from", 0)
+    launcher.line.close()
+    assert launcher.daemon.wait(patient(15)) == 1
+    assert processes(marker) == []
