@@ -115,9 +115,7 @@ def main(venv: Path) -> int:
     cut = given.index("--") if "--" in given else len(given)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=3, help="workers of parallel tests (default: %(default)d)")
-    parser.add_argument(
-        "--hosts", default="", help="virtual hosts of parallel tests, under mpirun: 2, or 2,1 (ranks each)"
-    )
+    parser.add_argument("--hosts", default="", help="virtual hosts of parallel tests, under mpirun: 2, or 2,1")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args(given[:cut])
     names = options.names or changed()
@@ -127,9 +125,8 @@ def main(venv: Path) -> int:
         print(f"no tests for {', '.join(unknown)}", flush=True)
     if not tests or (options.names and unknown):
         return 1
-    compile_jobs = {**os.environ, "KVHVD_BUILD_JOBS": str(os.cpu_count())}
     build = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-    subprocess.run(build, cwd=ROOT, env=compile_jobs, check=True)
+    subprocess.run(build, cwd=ROOT, env={**os.environ, "KVHVD_BUILD_JOBS": str(os.cpu_count())}, check=True)
 
     sys.path.insert(0, str(ROOT / "tests"))
     import run

@@ -27,7 +27,9 @@ def pytest_report_header():
 
 
 def pytest_collection_modifyitems(config, items):
-    """Lengthen the time that a test may take, as all limits are."""
+    """Lengthen the time that a test may take, as all limits are; parallel tests have to be started as ranks."""
+    if not launched().launcher and any(item.path.parent.name == "parallel" for item in items):
+        raise pytest.UsageError("parallel tests need ranks: ./t parallel/NAME, or kvhvdrun -np 3 python -m pytest ...")
     usual = float(config.getini("timeout") or 0)
     for item in items:
         marker = item.get_closest_marker("timeout")

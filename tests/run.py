@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from support.launchers import Launcher, environment, kvhvdrun, mpirun
+from support.launchers import environment, kvhvdrun, mpirun
 from support.results import Results, read
 
 TESTS = Path(__file__).resolve().parent
@@ -100,12 +100,13 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     marks = f"{USUAL} and {step.marks}" if step.marks else USUAL
-    program = [sys.executable, "-X", "faulthandler", str(TESTS / "support" / "rank_main.py"), str(folder)]
+    program = [sys.executable, "-X", "faulthandler", str(TESTS / "support" / "results.py"), str(folder)]
     program += [*(step.tests or [str(TESTS / step.folder)]), "-v", "--durations=30", "-m", marks]
     if step.lanes > 1:
         program += [f"--numprocesses={step.lanes}", "--dist=worksteal", "--timeout-method=signal"]
     program += options.pytest
-    launcher = launchers()[step.launcher]
+    # kvhvdrun takes the place of an mpirun that is not there.
+    launcher = (mpirun() if step.launcher == "mpirun" else None) or (kvhvdrun() if step.launcher else None)
     variables = {"PYTHONPYCACHEPREFIX": str(TESTS.parent / "build" / "pycache"), **environment(launcher)}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the same files
     if launcher:
@@ -132,14 +133,9 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     results = read(folder, step.ranks, may_be_empty=bool(options.pytest or step.tests))
     if code is None:
         results.problems.insert(0, f"ended after its time limit of {options.timeout:g} s")
-    elif code != 0 and not results.problems and not results.failed_tests:
+    elif code != 0 and not results.count("failed"):
         results.problems.append(f"{program[0]} ended with code {code} although every test passed")
     return results, time.monotonic() - start
-
-
-def launchers() -> dict[str, Launcher | None]:
-    """The launchers by name; kvhvdrun takes the place of an mpirun that is not there."""
-    return {"": None, "kvhvdrun": kvhvdrun(), "mpirun": mpirun() or kvhvdrun()}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -154,28 +150,21 @@ def end(process: subprocess.Popen[bytes]) -> None:
     process.wait(timeout=30)
 
 
-def report(step: Step, results: Results, folder: Path) -> None:
-    """Print what failed in a step, each test once, with the ranks that failed it."""
+def report(step: Step, results: Results, folder: Path) -> list[str]:
+    """Print what failed, each test once, with its ranks; returns at most 16 lines on why, as a log may be cut."""
+    why = results.problems[:2] + [f"{test}: {text[-200:]}" for test, (text, _) in [*results.texts.items()][:2]]
     for problem in results.problems:
         print(f"  {step.name}: {problem}")
     for test, (text, ranks) in results.texts.items():
         which = f" on rank {', '.join(map(str, ranks))}" if step.launcher else ""
         print(f"---- FAILED {step.name}: {test}{which}\n{text}")
-    if results.problems:
-        for log in (folder / "launcher.log", *(folder / f"rank{rank}.log" for rank in results.failed_ranks)):
-            lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    for log in (folder / "launcher.log", *(folder / f"rank{rank}.log" for rank in results.failed_ranks)):
+        lines = log.read_text(errors="replace").splitlines() if log.exists() and why else []
+        if results.problems:
             print("\n".join((f"---- last lines of {log}", *lines[-60:])))
-
-
-def causes(step: Step, results: Results, folder: Path) -> list[str]:
-    """Return at most 16 lines on why a step failed; they come last, as a log may be cut to its end."""
-    lines = results.problems[:2]
-    lines += [f"{test}: {results.texts[test][0][-200:]}" for test in results.failed_tests if test in results.texts][:2]
-    for log in folder.glob("*.log") if lines else ():
-        printed = log.read_text(errors="replace").splitlines()
-        marks = [number for number, line in enumerate(printed) if "Fatal Python error" in line]
-        lines += printed[marks[0] : marks[0] + 8] if marks else printed[-2:] if log.stem == "launcher" else []
-    return [f"  {step.name}: {line}" for line in lines[:16]]
+        marks = [number for number, line in enumerate(lines) if "Fatal Python error" in line]
+        why += lines[marks[0] : marks[0] + 8] if marks else lines[-2:] if log.stem == "launcher" else []
+    return [f"  {step.name}: {line}" for line in why[:16]]
 
 
 def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
@@ -188,14 +177,11 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
         for step in chain:
             results, seconds = run(step, options)
             with lock:
-                report(step, results, options.out / step.name)
+                why.extend(report(step, results, options.out / step.name))
                 counts = [results.count(outcome) for outcome in ("passed", "failed", "skipped")]
                 rows.append(counts)
-                why.extend(causes(step, results, options.out / step.name))
-                print(
-                    f"{step.name:32}{counts[0]:6} passed{counts[1]:5} failed{counts[2]:5} skipped{seconds:8.1f} s",
-                    flush=True,
-                )
+                told = "{:6} passed{:5} failed{:5} skipped".format(*counts)
+                print(f"{step.name:32}{told}{seconds:8.1f} s", flush=True)
 
     threads = [threading.Thread(target=run_chain, args=(chain,)) for chain in chains if chain]
     for thread in threads:
@@ -213,16 +199,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help="unit, parallel, integration or hosts (default: all)")
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument(
-        "--quick",
-        dest="suite",
-        action="store_const",
-        const=QUICK,
-        default=SUITE,
-        help="what differs with the version of MXNet and the MPI",
-    )
-    kind.add_argument("--all", dest="suite", action="store_const", const=ALL, help="also what takes minutes")
-    kind.add_argument("--timing", dest="suite", action="store_const", const=TIMING, help="what measures time, alone")
+    suites = {"quick": (QUICK, "what differs with the version of MXNet and the MPI")}
+    suites |= {"all": (ALL, "also what takes minutes"), "timing": (TIMING, "what measures time, alone")}
+    for name, (suite, text) in suites.items():
+        kind.add_argument(f"--{name}", dest="suite", action="store_const", const=suite, default=SUITE, help=text)
     parser.add_argument("--isa", choices=ISAS, help="as on a processor that has no more than this")
     parser.add_argument("--timeout", type=float, default=3600, help="seconds for each step (default: %(default)g)")
     parser.add_argument("--out", type=Path, default=Path("build/tests"), help="folder of logs (default: build/tests)")

@@ -1,4 +1,4 @@
-"""Whole programs: the examples that documents refer to, and one that is written for Horovod, on real data."""
+"""The examples that documents refer to, whole programs on real data."""
 
 import os
 import re
@@ -6,7 +6,6 @@ import signal
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from support.launchers import kvhvdrun, mpirun
@@ -56,32 +55,3 @@ def test_elastic_digits(start):
     assert len(results) >= 2, out
     assert len(set(results)) == 1, out
     assert float(results[0][0]) > 95, out
-
-
-def trained(run, options, **more):
-    """The parameters of every rank of a program that knows nothing of this package; checks what it prints."""
-    script, ranks = str(Path(__file__).with_name("digits_trainer.py")), int(options.split()[1])
-    module = ["-m", "kvstore_hvd"] if "--as-horovod" not in options else []
-    out = run(options, [sys.executable, *module, script, f"params{ranks}-"], **more).out
-    told = re.findall(r"rank (\d+) of (\d+): test accuracy ([\d.]+)", out)
-    assert sorted(told) == [(str(rank), str(ranks), told[0][2]) for rank in range(ranks)], out
-    assert float(told[0][2]) > 0.93, out
-    saved = [np.load(f"params{ranks}-{rank}.npz") for rank in range(ranks)]
-    return [[of_rank[name] for name in of_rank.files] for of_rank in saved]
-
-
-@pytest.mark.parametrize(
-    ("launcher", "options"),
-    [(mpirun, "-np 2"), (kvhvdrun, "-np 2 --as-horovod --no-prefix"), (kvhvdrun, "-np 4 --as-horovod --no-prefix")],
-)
-def test_a_script_written_for_horovod(run, tmp_path, monkeypatch, launcher, options):
-    """Equal bits on all ranks, near to one process that computes the same batches whole: only sums round otherwise."""
-    if launcher() is None:
-        pytest.skip("no mpirun and mpi4py beside this interpreter")
-    monkeypatch.chdir(tmp_path)
-    (alone,) = trained(run, "-np 1", launcher=kvhvdrun())
-    first, *others = trained(run, options, launcher=launcher())
-    assert all(mine.tobytes() == theirs.tobytes() for each in others for mine, theirs in zip(each, first))
-    assert len(first) == len(alone)
-    for many, one in zip(first, alone):
-        assert np.linalg.norm(many - one) < 1e-5 * np.linalg.norm(one)

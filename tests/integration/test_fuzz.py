@@ -54,40 +54,30 @@ def lose(seed, number, folder, marker):
         assert output.count("met again") == RANKS, output
 
 
-@pytest.mark.timeout(200)
-@pytest.mark.slow
+def few_or_many(few, limit_s, count):
+    """The seeds of the slow tests, and of `make fuzz`; the latter take as many times as long."""
+    many = [pytest.mark.fuzz, pytest.mark.timeout(limit_s * count)]
+    slow = [pytest.mark.slow, pytest.mark.timeout(limit_s * len(few))]
+    seeds = pytest.param(few, marks=slow, id="few"), pytest.param(range(FIRST, FIRST + count), marks=many, id="many")
+    return pytest.mark.parametrize("seeds", seeds)
+
+
+@few_or_many([1], 200, SEEDS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_lost_workers(tmp_path, marker, number):
+def test_lost_workers(tmp_path, marker, number, seeds):
     """After SIGSTOP and SIGCONT the same processes meet again."""
-    lose(1, number, tmp_path, marker)
-
-
-@pytest.mark.fuzz
-@pytest.mark.timeout(200 * SEEDS)
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_many_lost_workers(tmp_path, marker, number):
-    """Many moments."""
-    for seed in range(FIRST, FIRST + SEEDS):
+    for seed in seeds:
         (tmp_path / str(seed)).mkdir()
         lose(seed, number, tmp_path / str(seed), marker)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seed", [1, 2])
-def test_disturbed_elastic_jobs(tmp_path, marker, seed):
-    """A few."""
-    disturbances.run(seed, tmp_path, marker)
-
-
-@pytest.mark.fuzz
-@pytest.mark.timeout(400 * ELASTIC_SEEDS)
-def test_many_disturbed_elastic_jobs(tmp_path, marker):
+@few_or_many([1, 2], 400, ELASTIC_SEEDS)
+def test_disturbed_elastic_jobs(tmp_path, marker, seeds):
     """Nearly all of them finish."""
     outcomes = Counter()
     over_hosts = os.environ.get("KVHVD_TEST_FUZZ_HOSTS") == "1"
-    for seed in range(FIRST, FIRST + ELASTIC_SEEDS):
+    for seed in seeds:
         (tmp_path / str(seed)).mkdir()
         outcomes[disturbances.run(seed, tmp_path / str(seed), marker, over_hosts=over_hosts)] += 1
         print(f"seed {seed}: {dict(outcomes)}", flush=True)
-    assert ELASTIC_SEEDS < 20 or outcomes["finished"] >= 0.8 * ELASTIC_SEEDS, outcomes
+    assert len(seeds) < 20 or outcomes["finished"] >= 0.8 * len(seeds), outcomes

@@ -26,6 +26,21 @@ subprocess.Popen(bare, start_new_session=True)
 subprocess.Popen(['setsid', 'sh', '-c', 'setsid env -i /bin/sh -c "sleep 1000; :" $0 & exit', mark]).wait()
 say('ready\\n')
 """
+# Shared memory that Python's resource tracker removes once the processes of its program are gone.
+SHARED = """
+from multiprocessing import resource_tracker
+from multiprocessing.shared_memory import SharedMemory
+memory = SharedMemory(create=True, size=4096)
+tracker = resource_tracker._resource_tracker._fd
+subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait(1000)'], pass_fds=[tracker])
+open(f'memory{rank}', 'w').write(memory.name)
+say('ready\\n')
+"""
+
+
+def assert_shared_memory_is_removed(job):
+    names = [(job.folder / f"memory{rank}").read_text() for rank in range(2)]
+    assert [name for name in names if Path("/dev/shm", name).exists()] == []
 
 
 def with_name(marker, name):
@@ -47,9 +62,11 @@ def test_exit_code_and_last_words_of_the_first_failure(run):
 
 
 def test_a_killed_worker_gives_128_and_the_signal(run):
-    """What it has started is ended, too."""
-    program = CHILDREN + "if rank == 1: os.kill(os.getpid(), 9)\nforever()"
-    assert "was killed by SIGKILL" in run("-np 2", program, code=137, KVHVD_SURVIVOR_TIME="0.1").err
+    """What it has started is ended, too, but for what removes shared memory."""
+    program = CHILDREN + SHARED + "wait_for('memory0')\nif rank == 1: os.kill(os.getpid(), 9)\nforever()"
+    job = run("-np 2", program, code=137, KVHVD_SURVIVOR_TIME="0.1")
+    assert "was killed by SIGKILL" in job.err
+    assert_shared_memory_is_removed(job)
 
 
 def test_survivors_may_report_and_are_not_blamed(run):
@@ -84,16 +101,13 @@ forever()
 
 
 def test_what_is_deaf_to_sigterm_is_killed_when_all_workers_have_ended_well(run):
-    program = (
-        CHILDREN
-        + """
+    program = """
 deaf = 'import signal, threading; signal.signal(15, signal.SIG_IGN); print(1, flush=True); threading.Event().wait()'
 for own in (False, True):
     child = subprocess.Popen([sys.executable, '-c', deaf], stdout=subprocess.PIPE, start_new_session=own)
     child.stdout.readline()
 """
-    )
-    assert run("-np 2", program).err == ""
+    assert run("-np 2", CHILDREN + program).err == ""
 
 
 # -- Starts that fail ------------------------------------------------------------------------------------------------
@@ -129,8 +143,7 @@ def test_a_guard_that_is_killed_costs_the_job_nothing(start, marker):
     job.until_printed("[0] done")
     (guard,) = with_name(marker, b"job-guard")
     os.kill(guard, signal.SIGKILL)
-    (job.folder / "go").touch()
-    assert "[1] done" in job.end().out
+    assert "[1] done" in job.go().end().out
     assert job.err == ""
 
 
@@ -139,36 +152,14 @@ def test_whoever_kills_launchers_by_name_ends_all_of_the_job(start, marker, opti
     """Together with the daemon, and what a discovery script has started."""
     if "--min" in options:
         options += " \"setsid env -i sh -c 'sleep 1000; :' $KVHVD_TEST_MARK > /dev/null 2>&1 & echo localhost:2\""
-    job = start(options, CHILDREN + "forever()").until_printed("ready", 2)
+    job = start(options, CHILDREN + SHARED + "forever()").until_printed("ready", 4)
     assert len(processes(marker)) >= 2 + 2 * 5
     by_name = with_name(marker, b"kvhvdrun")
     assert job.process.pid in by_name
     for pid in [*by_name, *with_name(marker, b"job-daemon")]:
         os.kill(pid, signal.SIGKILL)
     job.end(-signal.SIGKILL)
-
-
-# Shared memory that Python's resource tracker removes once the processes of its program are gone.
-SHARED = """
-from multiprocessing import resource_tracker
-from multiprocessing.shared_memory import SharedMemory
-memory = SharedMemory(create=True, size=4096)
-tracker = resource_tracker._resource_tracker._fd
-subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait(1000)'], pass_fds=[tracker])
-open(f'memory{rank}', 'w').write(memory.name)
-say('ready\\n')
-"""
-
-
-@pytest.mark.parametrize("who", ["worker", "launcher"])
-def test_shared_memory_is_removed_by_what_cleans_up_behind_itself(start, who):
-    killed = "if rank == 1: os.kill(os.getpid(), 9)\n" if who == "worker" else ""
-    job = start("-np 2", SHARED + "wait_for('memory0')\n" + killed + "forever()")
-    if who == "launcher":
-        job.until_printed("ready", 2)
-    job.end(137 if who == "worker" else -9, 0 if who == "worker" else signal.SIGKILL)
-    names = [(job.folder / f"memory{rank}").read_text() for rank in range(2)]
-    assert [name for name in names if Path("/dev/shm", name).exists()] == []
+    assert_shared_memory_is_removed(job)
 
 
 def test_what_was_started_before_kvhvdrun_goes_on():
@@ -186,8 +177,7 @@ def test_a_launcher_that_is_stopped_and_continued_goes_on(start):
     job.process.send_signal(signal.SIGTSTP)
     job.until(lambda: [status_of(pid)[0] for pid in pids] == ["T"] * 3, "three stopped processes")
     job.process.send_signal(signal.SIGCONT)
-    (job.folder / "go").touch()
-    assert job.end().err == ""
+    assert job.go().end().err == ""
 
 
 # -- Signals ------------------------------------------------------------------------------------------------------
@@ -241,8 +231,7 @@ def test_an_ignored_hangup_stays_ignored(start):
     program = "say(f'{signal.getsignal(signal.SIGHUP) == signal.SIG_IGN}\\n'); wait_for('go')"
     job = start("-np 2", program, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     job.until_printed("True", 2).process.send_signal(signal.SIGHUP)
-    (job.folder / "go").touch()
-    job.end()
+    job.go().end()
 
 
 @pytest.mark.parametrize("options", ["-np 2", pytest.param("--min-np 2", marks=pytest.mark.slow)])
@@ -279,32 +268,9 @@ def test_a_signal_that_ends_the_daemon_is_not_the_workers_fault(start):
     assert job.end(143).err == f"{last}\n  Fix: to end a job, send the signal to kvhvdrun.\n"
 
 
-def test_a_second_ctrl_c_kills(start):
+@pytest.mark.parametrize("grace", ["0.2", "100"])
+def test_workers_deaf_to_ctrl_c_are_killed_after_the_grace_or_by_a_second_one(start, grace):
     program = "signal.signal(signal.SIGINT, lambda *_: say('no\\n')); say('ready\\n')\nwhile True: signal.pause()"
-    job = start("-np 2", program, KVHVD_KILL_GRACE="100").until_printed("ready", 2)
+    job = start("-np 2", program, KVHVD_KILL_GRACE=grace).until_printed("ready", 2)
     job.process.send_signal(signal.SIGINT)
-    job.until_printed("no", 2).end(128 + signal.SIGINT, signal.SIGINT)
-
-
-def test_workers_deaf_to_ctrl_c_are_killed_after_the_grace(start):
-    program = "signal.signal(signal.SIGINT, signal.SIG_IGN); say('ready\\n'); forever()"
-    job = start("-np 2", program, KVHVD_KILL_GRACE="0.2").until_printed("ready", 2)
-    job.end(128 + signal.SIGINT, signal.SIGINT)
-
-
-def test_workers_share_memory_and_the_secret_is_on_no_command_line(run):
-    program = """
-from kvstore_hvd.world.discover import discover
-from kvstore_hvd.world.meeting import share_segment
-fd = share_segment(discover(), lambda told: os.memfd_create('x'))
-os.pwrite(fd, b'x', rank)
-say(f'{os.fstat(fd).st_ino} {len(os.sched_getaffinity(0))}\\n')
-for pid in filter(str.isdigit, os.listdir('/proc')):
-    try:
-        assert os.environ['KVHVD_SECRET'].encode() not in open(f'/proc/{pid}/cmdline', 'rb').read()
-    except OSError: pass
-"""
-    lines = [line[4:].split() for line in run("-np 4 --bind-cores", program).out.splitlines()]
-    assert len({inode for inode, _ in lines}) == 1
-    cores = len(os.sched_getaffinity(0))
-    assert {int(pinned) for _, pinned in lines} <= {max(1, cores // 4), (cores + 3) // 4}
+    job.until_printed("no", 2).end(128 + signal.SIGINT, signal.SIGINT if grace == "100" else 0)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from support.jobs import PRELUDE
+from support.jobs import ELASTIC, PRELUDE
 from support.launchers import kvhvdrun
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
@@ -27,14 +27,12 @@ def allow(more):
 """
 
 
-def test_too_few_are_said_when_a_world_is_joined(run):
+def test_too_few_are_said_by_all(run):
+    """When a world is joined, and when a process set is added."""
     err = run("-np 2", LIMITED + "allow(10)\nkvstore_hvd.init()", code=1).err
     assert "joining the world of 2 workers takes 14 open files, and this process has 10 left." in err
     assert "Fix: `ulimit -n " in err
     assert err.count("did not arrive") == 0
-
-
-def test_too_few_are_said_by_all_when_a_process_set_is_added(run):
     program = """
 hvd.init(process_sets='dynamic')
 first = hvd.add_process_set([0, 1])
@@ -80,16 +78,45 @@ report(rank=rank, total=float(kvstore_hvd.allreduce(np.ones(1), 'x')[0]), highes
     "options",
     ["-np 9", "--min-np 9 -H localhost:9", "--min-np 18 --host-discovery-script 'echo localhost:9 127.0.0.1:9'"],
 )
-def test_as_many_files_as_kvhvdrun_asks_for_suffice(run, options):
+def test_as_many_files_as_kvhvdrun_asks_for_suffice(run, tmp_path, options):
+    (tmp_path / "finish").touch()
+
     def attempt(files, code):
         limit = ["bash", "-c", f'ulimit -n {files} && exec "$@"', "bash", *kvhvdrun().prefix]
-        more = {"acts": "steps=5"} if "--min-np" in options else {"program": ["true"]}
+        program = [ELASTIC] if "--min-np" in options else [["true"]]
         words = options.replace(" 127", "; echo 127")
-        return str(run(words, launcher=limit, code=code, KVHVD_ELASTIC_TIMEOUT="60", **more).err)
+        return str(run(words, *program, launcher=limit, code=code, KVHVD_ELASTIC_TIMEOUT="60").err)
 
     needed = re.search(r"needs (\d+) open files, and only 15 are allowed", attempt(15, 2))
     assert needed is not None
     assert attempt(int(needed[1]), 0) == ""
+
+
+TRAIN = """
+import mxnet as mx
+from support.zero_copy import are_in_arena
+nn, module = mx.gluon.nn, mx.np if mx.__version__.startswith('2') else mx.nd
+net = nn.HybridSequential()
+net.add(nn.Dense(64, activation='tanh', in_units=8), nn.Dense(3, in_units=64))
+mx.random.seed(1)
+net.initialize(mx.init.Normal(0.1))
+trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', {'learning_rate': 0.01}, kvstore='horovod')
+for _ in range(2):
+    with mx.autograd.record():
+        loss = (net(module.ones((4, 8)) * (rank + 1)) ** 2).mean()
+    loss.backward()
+    trainer.step(1)
+report(weights=[p.data().asnumpy().tolist() for p in net.collect_params().values()], inside=sum(are_in_arena(net)))
+"""
+
+
+@pytest.mark.parametrize("limit", ["-f 4194304", "-v 8388608"])
+def test_gradients_are_in_shared_memory_also_under_limits(run, limit):
+    """Of files or of addresses, in KiB: it takes a part of what there is. The weights are those without it."""
+    command = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", *kvhvdrun().prefix]
+    told = [*run("-np 2", TRAIN, launcher=command).reports(), *run("-np 2", TRAIN, KVHVD_ZERO_COPY="0").reports()]
+    assert [one["inside"] for one in told] == [4, 4, 0, 0]
+    assert all(one["weights"] == told[0]["weights"] for one in told)
 
 
 # -- Calls of the system --------------------------------------------------------------------------------------------
@@ -97,7 +124,6 @@ def test_as_many_files_as_kvhvdrun_asks_for_suffice(run, options):
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 SOURCE = Path(__file__).resolve().parents[1] / "support" / "refusals.cpp"
 
-# Joins the world and adds up ones; prints what comes of it.
 PROGRAM = """
 import numpy as np, kvstore_hvd
 try:
@@ -125,20 +151,13 @@ def told(run, program, **variables):
     return [job.of(rank).strip() for rank in range(2)]
 
 
-def test_a_machine_that_does_not_tell_its_memory(run):
-    """A call of the system that is refused leaves a number of pages below zero."""
-    texts = told(run, "os.sysconf = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': -1 << 60}.get\n" + PROGRAM)
-    assert texts == ["sum [2.0, 2.0]"] * 2
+def test_a_machine_that_does_not_tell_its_memory_or_its_limits(run, shim):
+    """A call of the system that is refused leaves a number of pages below zero; a sandbox denies prlimit."""
+    unknown = "os.sysconf = {'SC_PAGE_SIZE': 4096, 'SC_PHYS_PAGES': -1 << 60}.get\n" + PROGRAM
+    assert told(run, unknown, LD_PRELOAD=shim, REFUSE_getrlimit=str(errno.EPERM)) == ["sum [2.0, 2.0]"] * 2
 
 
-def told_by_all(texts, what, fix):
-    """Every rank has a LaunchError with the reason and a fix, each once."""
-    for rank, text in enumerate(texts):
-        assert re.match(rf"LaunchError: \[rank {rank}/{len(texts)}\] ", text), text
-        assert len(re.findall(what, text)) == 1, text
-        (line,) = (line for line in text.splitlines() if "Fix: " in line)
-        assert line.startswith("  Fix: "), text
-        assert re.search(fix, line), text
+LIMIT = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n"
 
 
 @pytest.mark.parametrize(
@@ -148,22 +167,17 @@ def told_by_all(texts, what, fix):
         ("eventfd", errno.EMFILE, "creating an eventfd: Too many open files", "ulimit -n"),
         ("dontfork", errno.EINVAL, "keeping the shared segment from forked children: Invalid argument", "sandbox"),
         ("dofork", errno.ENOMEM, "keeping the arena for forked children: Cannot allocate memory", "ulimit -v"),
+        ("", 0, "sizing the shared segment: File too large", "ulimit -f"),
     ],
 )
 def test_a_call_that_is_refused(run, shim, name, number, what, fix):
-    variables = {"LD_PRELOAD": shim, f"REFUSE_{name}": str(number)}
-    told_by_all(told(run, PROGRAM, **variables), what, fix)
-
-
-def test_limits_that_cannot_be_read(run, shim):
-    """Where a sandbox denies prlimit, launcher and workers do without."""
-    texts = told(run, PROGRAM, LD_PRELOAD=shim, REFUSE_getrlimit=str(errno.EPERM))
-    assert texts == ["sum [2.0, 2.0]"] * 2
-
-
-def test_a_limit_of_files_that_is_too_small(run):
-    limited = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))\n" + PROGRAM
-    told_by_all(told(run, limited), "sizing the shared segment: File too large", "ulimit -f")
+    """Every rank has a LaunchError with the reason and a fix, each once."""
+    variables = {"LD_PRELOAD": shim, f"REFUSE_{name}": str(number)} if name else {}
+    for rank, text in enumerate(told(run, PROGRAM if name else LIMIT + PROGRAM, **variables)):
+        assert re.match(rf"LaunchError: \[rank {rank}/2\] ", text), text
+        assert len(re.findall(what, text)) == 1, text
+        (line,) = re.findall("^.*Fix: .*", text, re.MULTILINE)
+        assert re.match(f"  Fix: .*{fix}", line), text
 
 
 def unshares(*options):

@@ -1,4 +1,4 @@
-"""Ranks that come late: who says so, and what; real processes, real signals."""
+"""Ranks that come late, or are stopped: who says so, and what; real processes, real signals."""
 
 import os
 import re
@@ -6,6 +6,8 @@ import signal
 import time
 
 import pytest
+
+from support.jobs import stopped
 
 WAITS = r"rank 0 has waited \d+ s for other workers\."
 LATE = r"the other workers have waited \d+ s for rank 1\."
@@ -29,8 +31,7 @@ def test_a_late_rank_is_named_and_says_where_it_is(start):
     job = start("-np 3", STEPS, HOROVOD_STALL_CHECK_TIME_SECONDS="1")
     job.until(lambda: re.search(WAITS, job.of(0)) and "time.sleep" in job.of(1), "both reports")
     waiting, late = job.of(0), job.of(1)
-    (job.folder / "go").touch()
-    job.until_printed("the stall is over")
+    job.go().until_printed("the stall is over")
     text = r"allreduce 'weight': \d+ s, submitted by ranks 0, 2, not by rank 1\n"
     assert re.search(rf"{WAITS}\n +{text} +rank 1 \(.*pid \d+\): see its own report\n", waiting), waiting
     assert re.search(rf"{LATE}\n +It has not submitted 'weight'", late), late
@@ -66,9 +67,7 @@ except kvstore_hvd.HorovodInternalError as error:
 def test_the_shutdown_time_ends_the_world_on_all_ranks(start):
     """Every rank gets an error that names the late one, that one too."""
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "2"}
-    job = start("-np 3", "HOW = 'late'\n" + SUM, **limits).until_printed("caught: ", 2)
-    (job.folder / "go").touch()
-    job.end(7)
+    job = start("-np 3", "HOW = 'late'\n" + SUM, **limits).until_printed("caught: ", 2).go().end(7)
     for rank in range(3):
         who = "rank 0 " if rank else ""  # the head names the rank itself
         text = rf"{who}waited \d+ s, longer than the stall shutdown time, for rank 1"
@@ -121,7 +120,7 @@ def compute():
     pair_up()
 def compute_with_a_sum_under_way():
     total = hvd.allreduce(mx.nd.ones(3), name='late')
-    while not os.path.exists('go'): (2 * mx.nd.ones(3)).asnumpy()
+    while not os.path.exists('go'): (2 * mx.nd.ones(3)).asnumpy(); time.sleep(0.005)
     pair_up()
     kvstore_hvd.allreduce(much, 'x')
     assert total.asnumpy()[0] == 1
@@ -146,7 +145,11 @@ OFTEN = {"KVHVD_STALL_CHECK_TIME_S": "1"}
 
 @pytest.mark.parametrize(
     ("workers", "hosts", "how"),
-    [(*PLACES[0], "compute"), (*PLACES[1], "compute"), (*PLACES[1], "compute_with_a_sum_under_way")],
+    [
+        (*PLACES[0], "compute"),
+        (*PLACES[1], "compute"),
+        ("-np 3", {"KVHVD_TEST_HOSTS": "2,1"}, "compute_with_a_sum_under_way"),
+    ],
 )
 def test_a_rank_that_computes_is_waited_for_beyond_the_deadline(start, workers, hosts, how):
     """By those that wait for it in a process set, and by those that wait for these; a report shows its line."""
@@ -160,8 +163,7 @@ def test_a_rank_that_computes_is_waited_for_beyond_the_deadline(start, workers, 
         time.sleep(0.23)
     reports = job.of(0).count("rank 0 has waited")
     job.until(lambda: job.of(0).count("rank 0 has waited") > reports + 1, "what a stop for a moment does not end")
-    (job.folder / "go").touch()
-    job.end()
+    job.go().end()
 
 
 # Rank 1 has no input, and waits for rank 0 to begin its first step.
@@ -207,18 +209,13 @@ def test_the_first_step_of_a_join_is_waited_for_while_others_compute(run):
     assert "stopped: " in job.of(1)
 
 
-@pytest.mark.parametrize("is_off", ["", "1"])
-def test_a_deadline_that_was_set_counts_for_ranks_that_compute_too(start, is_off):
-    """The error shows the lines of both, also where stall reports are switched off."""
-    variables = {"KVHVD_TIMEOUT": "2.5", "HOROVOD_STALL_CHECK_DISABLE": is_off, **OFTEN}
-    job = start("-np 3", "HOW = 'compute'\n" + DEADLINE, **variables).until_printed("caught: ", 2)
-    (job.folder / "go").touch()
-    job.end(7)
-    assert ("has waited" in job.err) == (not is_off)
-    assert re.search(r"rank 0 waits in allreduce 'x', at \S*program0\.py:\d+ in <module>\.?\n", job.of(0)), (
-        job.describe()
-    )
-    assert re.search(r"rank [12] is at \S*program0\.py:\d+ in (compute|wait_for)\.?\n", job.of(0)), job.describe()
+def test_a_deadline_that_was_set_counts_for_ranks_that_compute_too(start):
+    """The error shows the lines of both, although stall reports are switched off."""
+    variables = {"KVHVD_TIMEOUT": "2.5", "HOROVOD_STALL_CHECK_DISABLE": "1", **OFTEN}
+    job = start("-np 3", "HOW = 'compute'\n" + DEADLINE, **variables).until_printed("caught: ", 2).go().end(7)
+    assert "has waited" not in job.err
+    for text in (r"0 waits in allreduce 'x', at \S*:\d+ in <module>", r"[12] is at \S*:\d+ in (compute|wait_for)"):
+        assert re.search(rf"rank {text}\.?\n", job.of(0)), job.describe()
 
 
 @pytest.mark.parametrize(("workers", "hosts"), PLACES)
@@ -246,3 +243,56 @@ def test_ranks_that_wait_for_each_other_end_at_the_deadline(start, workers, host
     assert "Fix: have all ranks submit the same operations" in job.of(0)
     how = "pair_up_in_a_thread" if hosts else "pair_up_among_signals_and_threads"
     assert "waits for others itself" in start(workers, f"HOW = {how!r}\n" + DEADLINE, **OFTEN, **hosts).end(7).err
+
+
+# -- Pauses: a deadline counts the time in which whoever watches it has run -----------------------------------------
+
+# One rank always waits for the other; at the end, one leaves while its operation waits.
+TURNS = """
+import numpy as np
+import kvstore_hvd
+say('here\\n')
+for _ in range(20 if rank == 1 else 0):
+    time.sleep(0.1)
+kvstore_hvd.init()
+for step in range(6):
+    say(f'step {step} {os.getpid()}\\n')
+    for _ in range(10 * rank):
+        time.sleep(0.1)
+    kvstore_hvd.allreduce(np.ones(4, np.float32), 'turn')
+say('done\\n')
+"""
+LEAVE = """
+import mxnet as mx
+import kvstore_hvd
+store = mx.kv.create('horovod')
+array = mx.nd.ones(4)
+say('step 2\\n')
+for _ in range(20 * rank):
+    time.sleep(0.1)
+store.pushpull('late', array, out=array)
+kvstore_hvd.shutdown()
+assert array.asnumpy().tolist() == [2, 2, 2, 2]
+say('done\\n')
+"""
+
+
+@pytest.mark.timing
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("limit", "program"),
+    [
+        ("KVHVD_TIMEOUT", TURNS),
+        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", TURNS),
+        ("KVHVD_START_TIMEOUT", TURNS),
+        ("KVHVD_TIMEOUT", LEAVE),
+    ],
+)
+def test_a_job_that_is_stopped_for_longer_than_its_deadline_goes_on(start, marker, limit, program):
+    job = start("-np 2", program, **{limit: "6"})
+    job.until_printed("here" if "START" in limit else "step 2", 2)
+    with stopped(marker=marker):
+        time.sleep(8)
+    assert job.end().out.count("done") == 2
+    assert job.err == ""

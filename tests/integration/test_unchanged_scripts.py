@@ -1,16 +1,16 @@
 """Scripts written for Horovod, started as they are: by kvhvdrun --as-horovod and by python -m kvstore_hvd."""
 
+import json
 import os
 import sys
 
 import pytest
 
-JOIN = "import kvstore_hvd; kvstore_hvd.init(); "
+from support.launchers import mpirun
 
 
 @pytest.mark.alike
-@pytest.mark.parametrize("how", ["script", pytest.param("module", marks=pytest.mark.slow)])
-def test_a_script_finds_horovod_in_every_worker(run, tmp_path, how):
+def test_a_script_finds_horovod_in_every_worker(run, tmp_path):
     """So do other processes of the script, however they are started."""
     (tmp_path / "other.py").write_text("import kvstore_hvd, horovod; print(horovod.__version__)")
     (tmp_path / "train.py").write_text("""
@@ -25,8 +25,7 @@ if __name__ == '__main__':
         print(pool.map(version, range(2)), flush=True)
     subprocess.run([sys.executable, 'other.py'], check=True)
 """)
-    program = ["train.py"] if how == "script" else ["-m", "train"]
-    job = run("-np 2 --as-horovod", ["env", "A=1", sys.executable, *program, "--lr", "1"])
+    job = run("-np 2 --as-horovod", ["env", "A=1", sys.executable, "train.py", "--lr", "1"])
     own = f"0.28.1 __main__ ['--lr', '1'] {tmp_path}\n['0.28.1', '0.28.1']\n0.28.1\n"
     assert (job.of(0), job.of(1)) == (own, own)
 
@@ -42,48 +41,6 @@ def test_a_script_that_cannot_be_started(run):
     err = run("-np 3 --as-horovod", [sys.executable, "absent.py"], code=2).err
     for rank in range(3):
         assert f"[{rank}] {sys.executable}: can't open file" in err
-
-
-TRAIN = """
-import mxnet as mx
-import horovod.mxnet as hvd
-from horovod.mxnet.mpi_ops import allreduce
-ones = mx.nd.ones if mx.__version__ < '2' else mx.np.ones
-class Data(mx.gluon.data.Dataset):
-    def __len__(self):
-        return 8
-    def __getitem__(self, item):
-        import horovod.common.exceptions
-        return (ones((2,)) * item).asnumpy()
-def main():
-    hvd.init()
-    mx.random.seed(hvd.rank())
-    net = mx.gluon.nn.Dense(1, in_units=2)
-    net.initialize(mx.init.Uniform(1))
-    params = net.collect_params()
-    hvd.broadcast_parameters(params, root_rank=0)
-    trainer = hvd.DistributedTrainer(params, 'sgd', {'learning_rate': 0.01})
-    for batch in mx.gluon.data.DataLoader(Data(), batch_size=4, num_workers=1):
-        with mx.autograd.record():
-            loss = net(batch * (1 + hvd.rank())).sum()
-        loss.backward()
-        trainer.step(4)
-    assert allreduce is hvd.allreduce
-    mean = allreduce(ones((1,)) * hvd.rank(), name='mean').asnumpy()[0]
-    say(f'{hvd.size()} {mean} {net.weight.data().asnumpy().tobytes().hex()}\\n')
-if __name__ == '__main__':
-    if SPAWN:
-        import multiprocessing
-        multiprocessing.set_start_method('spawn')
-    main()
-"""
-
-
-@pytest.mark.parametrize("spawn", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_training_with_horovods_interface(run, spawn):
-    first, second = run("-np 2 --as-horovod --no-prefix", f"SPAWN = {spawn}\n" + TRAIN).out.splitlines()
-    assert first == second
-    assert first.startswith("2 0.5 ")
 
 
 # -- Output kept in files -----------------------------------------------------------------------------------------
@@ -106,6 +63,58 @@ def test_output_is_kept_in_files_too(run, tmp_path):
 
 
 # -- Settings -----------------------------------------------------------------------------------------------------
+
+# Settings that a program makes itself, after its imports and before it joins the world.
+PROGRAM = """
+import logging
+import horovod.mxnet as hvd
+import numpy as np
+import kvstore_hvd
+from kvstore_hvd.errors import ConfigError
+OURS = ('HOROVOD_LOG_LEVEL', 'HOROVOD_DYNAMIC_PROCESS_SETS', 'HOROVOD_TIMELINE', 'HOROVOD_STALL_CHECK_TIME_SECONDS')
+texts = []
+class Said(logging.Handler):
+    def emit(self, record): texts.append(record.getMessage())
+logging.getLogger('kvstore_hvd').addHandler(Said())
+def world(**variables):
+    for name in OURS:
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+    texts.clear()
+    hvd.init()
+    try:
+        hvd.add_process_set([0])
+        sets = 'dynamic'
+    except ValueError:
+        sets = 'fixed'
+    kvstore_hvd.allreduce(np.ones(2), 'x')
+    hvd.shutdown()
+    return [sets, any('left the world' in text for text in texts)]
+worlds = [world(HOROVOD_LOG_LEVEL='debug', HOROVOD_DYNAMIC_PROCESS_SETS='1', HOROVOD_TIMELINE='timeline.json'),
+          world(HOROVOD_LOG_LEVEL='error')]
+refused = ''
+try:
+    world(HOROVOD_STALL_CHECK_TIME_SECONDS='soon')
+except ConfigError as error:
+    refused = str(error)
+report(worlds=[*worlds, world()], refused=refused)
+"""
+
+
+@pytest.mark.parametrize("how", ["kvhvdrun", pytest.param("mpirun", marks=pytest.mark.slow)])
+def test_settings_before_init(run, how):
+    """They hold in the world that is joined next; what cannot be used is refused there, and can be corrected."""
+    launcher, options = (), "-np 2 --as-horovod"
+    if how == "mpirun":
+        launcher, options = mpirun(), f"-np 2 {sys.executable} -m kvstore_hvd"
+    if launcher is None:
+        pytest.skip("no mpirun and mpi4py beside this interpreter")
+    job = run(options, PROGRAM, launcher=launcher)
+    assert len(job.reports()) == 2
+    for told in job.reports():
+        assert told["worlds"] == [["dynamic", True], ["fixed", False], ["fixed", False]]
+        assert "HOROVOD_STALL_CHECK_TIME_SECONDS: 'soon' is not" in told["refused"]
+    assert json.loads((job.folder / "timeline.json").read_text()), "the timeline of the first world"
 
 
 @pytest.mark.alike
@@ -131,7 +140,9 @@ say(f'{len(pinned) >= 1} {os.sched_getaffinity(0) == allowed}\\n')
 @pytest.mark.alike
 def test_settings_that_cannot_be_are_errors(run):
     """Cores that are not there are said by every rank, a misspelt name by the launcher."""
-    err = run("-np 2 --as-horovod", JOIN, code=1, HOROVOD_THREAD_AFFINITY="0,1000000").err
+    err = run(
+        "-np 2 --as-horovod", "import kvstore_hvd; kvstore_hvd.init()", code=1, HOROVOD_THREAD_AFFINITY="0,1000000"
+    ).err
     for rank in range(2):
         assert f"[{rank}] kvstore_hvd.errors.ConfigError: KVHVD_THREAD_AFFINITY (or HOROVOD_THREAD_AFFINITY)" in err
     err = run("-np 2", ["true"], code=2, KVHVD_TIMEUOT="3").err
@@ -148,22 +159,3 @@ def test_a_full_disk_is_said_and_ends_no_work(run, tmp_path):
     assert job.err.count("kvhvdrun: stdout of rank 0 cannot be written to its file: No space left on device.") == 1
     assert (tmp_path / "logs" / "rank.1" / "stdout").read_text().splitlines()[-1] == "49"
     assert job.err.count("done") == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["--as-horovod", f"{sys.executable} -m kvstore_hvd"])
-def test_a_script_that_names_the_store_only(run, how):
-    program = """
-import mxnet as mx
-ones = mx.nd.ones if mx.__version__ < '2' else mx.np.ones
-net = mx.gluon.nn.Dense(1, in_units=2)
-net.initialize()
-trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', {'learning_rate': 1}, kvstore='horovod')
-for step in range(2):
-    with mx.autograd.record():
-        loss = net(ones((1, 2)) * (rank + 1)).sum()
-    loss.backward()
-    trainer.allreduce_grads()
-    say(str(net.weight.grad().asnumpy().tolist()) + '\\n')
-"""
-    assert run(f"-np 2 {how}", program).out.count("[[3.0, 3.0]]\n") == 4

@@ -5,18 +5,18 @@ In the end `assert_all_right` looks at the steps that count, and at what they mu
 
 from __future__ import annotations
 
-import itertools
 import json
 import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
-from support.jobs import TESTS, Job, variables_of
+from support.jobs import TESTS, Job, Lines, variables_of
 from support.launchers import kvhvdrun
 from support.patience import patient
 
@@ -50,40 +50,28 @@ class ElasticJob(Job):
     ) -> None:
         self.folder = folder
         self._write("points.json", json.dumps(list(points)))
-        self._positions: dict[Path, int] = defaultdict(int)
-        self._found: dict[int, list[Line]] = defaultdict(list)
+        self._logs: dict[int, Lines] = {}
         command = [*beside, *kvhvdrun().prefix, "--min-np", str(min_np), "--max-np", str(workers)]
         command += ["--event-log", "{log}", *options]
         if slots is not None:
             self.set_slots(slots)
             command += ["--host-discovery-script", f"cat {folder}/hosts"]
-        super().__init__(
-            folder, marker, [*command, *TRAINEE, str(folder), *arguments], start_new_session=True, **variables
-        )
+        program = [*TRAINEE, str(folder), *arguments]
+        super().__init__(folder, marker, [*command, *program], start_new_session=True, **variables)
+
+    def _of(self, worker: int) -> list[Line]:
+        return self._logs.setdefault(worker, Lines(self.folder / f"worker-{worker}.jsonl")).read()
 
     def lines(self, what: str = "", worker: Optional[int] = None) -> list[Line]:
-        """Return what workers have written so far, each line with its worker, in the order of time."""
-        self._read()
-        chosen = self._found.values() if worker is None else [self._found[worker]]
-        found = (line for lines in chosen for line in lines if what in ("", line["what"]))
-        return sorted(found, key=lambda line: line["t"])
-
-    def _read(self) -> None:
-        for path in self.folder.glob("worker-*.jsonl"):
-            number = int(path.stem.partition("-")[2])
-            with path.open("rb") as file:
-                file.seek(self._positions[path])
-                data = file.read()
-            complete = data[: data.rfind(b"\n") + 1]
-            self._positions[path] += len(complete)
-            self._found[number] += [{**json.loads(line), "worker": number} for line in complete.splitlines()]
+        """Return what workers have written so far, in the order of time."""
+        files = self.folder.glob("worker-*.jsonl")
+        workers = [int(path.stem.partition("-")[2]) for path in files] if worker is None else [worker]
+        found = (line for each in workers for line in self._of(each) if what in ("", line["what"]))
+        return sorted(found, key=lambda line: float(line["t"]))
 
     def done(self, worker: int, generation: int) -> list[Line]:
         """Return the steps that a worker has made in a world."""
-        self._read()
-        newest = itertools.takewhile(
-            lambda line: line.get("generation", generation) >= generation, reversed(self._found[worker])
-        )
+        newest = takewhile(lambda line: line.get("generation", generation) >= generation, reversed(self._of(worker)))
         return [line for line in newest if line["what"] == "done" and line["generation"] == generation][::-1]
 
     def machine(self, worker: int) -> str:
@@ -113,7 +101,7 @@ class ElasticJob(Job):
 
     def finish(self) -> None:
         """Let the workers end after the generation that they are in."""
-        (self.folder / "finish").touch()
+        self.go("finish")
 
 
 class Step(NamedTuple):
@@ -125,7 +113,7 @@ class Step(NamedTuple):
     workers: list[int]  # of each rank
 
 
-def assert_all_right(job: ElasticJob, samples: int = 240) -> list[Step]:
+def assert_all_right(job: ElasticJob) -> list[Step]:
     """Check that workers ended alike, no commit was lost, each sample counted once; and the bits of the parameters."""
     ends = job.lines("end")
     assert ends, job.describe()
@@ -134,7 +122,7 @@ def assert_all_right(job: ElasticJob, samples: int = 240) -> list[Step]:
             assert end[field] == ends[0][field], f"workers differ in {field}: {ends}"
     assert_no_commit_lost(job)
     steps = steps_that_count(job, ends[0])
-    assert_each_sample_once(steps, samples, ends[0]["shown"])
+    assert_each_sample_once(steps, ends[0]["samples"], ends[0]["shown"])
     assert_replay_has_the_same_parameters(job, steps, ends[0])
     return steps
 
@@ -174,8 +162,7 @@ def assert_each_sample_once(steps: list[Step], samples: int, epochs: int) -> Non
     for shown in range(epochs):
         own = [step for step in steps if step.shown == shown]
         counts = Counter(index for step in own for indices in step.indices for index in indices)
-        missing = sorted(set(range(samples)) - set(counts))
-        assert not missing, f"epoch {shown}: nobody had the samples {missing}"
+        assert set(counts) == set(range(samples)), f"epoch {shown}: nobody had {set(range(samples)) - set(counts)}"
         padding = sum(counts.values()) - samples
         workers = len(own[-1].indices)
         assert padding < workers, f"epoch {shown}: {padding} samples too many, {workers} workers at its end"

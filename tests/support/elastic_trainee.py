@@ -1,7 +1,7 @@
 """A worker of elastic tests: ``elastic_trainee.py FOLDER``. It trains until a file FOLDER/finish is there.
 
 Each worker writes to FOLDER/worker-<id>.jsonl what it does, one JSON object a line, with the time of the monotonic
-clock: before each step the samples it takes, after each step that it is done, commits, worlds, errors. The file
+clock: before each step the samples it takes, after each step that it is done, commits, worlds, its end. The file
 FOLDER/points.json may ask for a worker to die, or to be stopped, at a point in the middle of something:
 ``{"worker", "point", "count", "delay_s", "signal"}`` sends the signal that long after the worker has come to the point
 for the count-th time (0: the first).
@@ -38,9 +38,10 @@ from mxnet.gluon import nn
 import kvstore_hvd
 from kvstore_hvd import elastic
 from support.gluon import array, gradients, network, parameters, weights
-from support.launched import launched
 
-Array = Any  # numpy.ndarray
+SAMPLES = 240
+# Methods of a state that are points: the halves of commit(), after a loss, when workers have met, the sync.
+POINTS = {"save": "save", "check_host_updates": "check", "restore": "restore", "on_reset": "reset", "sync": "sync"}
 
 
 class Training:
@@ -49,10 +50,10 @@ class Training:
     `kind` is empty for one process alone; the digits are made here, and as easy to learn as real ones.
     """
 
-    def __init__(self, kind: str, samples: int) -> None:
+    def __init__(self, kind: str) -> None:
         random = np.random.default_rng(8)
-        self._labels = random.integers(0, 10, samples)
-        images = random.uniform(0, 1, (10, 1, 8, 8))[self._labels] + random.normal(0, 0.25, (samples, 1, 8, 8))
+        self._labels = random.integers(0, 10, SAMPLES)
+        images = random.uniform(0, 1, (10, 1, 8, 8))[self._labels] + random.normal(0, 0.25, (SAMPLES, 1, 8, 8))
         self._images = images.clip(0, 1).astype(np.float32)
         self.net = network(
             nn.Conv2D(8, 3, padding=1, in_channels=1, activation="tanh"),
@@ -76,14 +77,13 @@ class Training:
             self.trainer = gluon.Trainer(params, "sgd", settings, kvstore="horovod" if kind else None)
         self._loss = gluon.loss.SoftmaxCrossEntropyLoss()
 
-    def backward(self, indices: Sequence[int]) -> float:
-        """Compute the gradients of the summed loss of these samples; returns the loss."""
+    def backward(self, indices: Sequence[int]) -> None:
+        """Compute the gradients of the summed loss of these samples."""
         which = np.asarray(indices)
         with autograd.record():
             labels = array(self._labels[which].astype(np.float32))
             loss = self._loss(self.net(array(self._images[which])), labels).sum()
         loss.backward()
-        return float(loss.asnumpy())
 
     def replay(self, kind: str, schedule: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
         """Do in this process the steps of workers that train in this way."""
@@ -109,112 +109,82 @@ class Training:
             self.trainer.step(then)
 
 
-class Log:
-    """What this worker did. A line is in the file when `write` returns, whatever becomes of this process."""
+class Worker:
+    """What this worker did, and what is to happen to it."""
 
-    def __init__(self, folder: Path, worker: int) -> None:
-        self._fd = os.open(folder / f"worker-{worker}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    def __init__(self, folder: Path) -> None:
+        self.id = int(os.environ["KVHVD_WORKER"])
+        self._fd = os.open(folder / f"worker-{self.id}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        self._points = [e for e in json.loads((folder / "points.json").read_text()) if e["worker"] == self.id]
+        self._counts: Counter[str] = Counter()
 
     def write(self, what: str, **fields: Any) -> None:
-        os.write(self._fd, json.dumps({"what": what, "t": time.monotonic(), **fields}).encode() + b"\n")
-
-
-class Points:
-    """Points at which something is to happen to this worker."""
-
-    def __init__(self, folder: Path, worker: int, log: Log) -> None:
-        self._points = [e for e in json.loads((folder / "points.json").read_text()) if e["worker"] == worker]
-        self._log = log
-        self._counts: Counter[str] = Counter()
+        """Write a line; it is in the file when this returns, whatever becomes of this process."""
+        line = {"what": what, "t": time.monotonic(), "worker": self.id, **fields}
+        os.write(self._fd, json.dumps(line).encode() + b"\n")
 
     def reach(self, name: str) -> None:
         """Come to a point."""
         for each in self._points:
             if (each["point"], each["count"]) == (name, self._counts[name]):
                 if each["delay_s"]:
-                    threading.Thread(target=self._suffer, args=(each,), daemon=True).start()
+                    threading.Timer(each["delay_s"], os.kill, (os.getpid(), each["signal"])).start()
                 else:
-                    self._suffer(each)
+                    os.kill(os.getpid(), each["signal"])
         self._counts[name] += 1
 
-    def _suffer(self, each: dict[str, Any]) -> None:
-        time.sleep(each["delay_s"])
-        self._log.write("point", point=each["point"])
-        os.kill(os.getpid(), each["signal"])
+    def state(self) -> type[Any]:
+        """The class of a state whose methods are points."""
+
+        def watched(name: str) -> Any:
+            def method(state: Any, *arguments: Any) -> None:
+                self.reach(POINTS[name])
+                getattr(elastic.GluonState, name)(state, *arguments)
+
+            return method
+
+        return type("WatchedState", (elastic.GluonState,), {name: watched(name) for name in POINTS})
 
 
-class WatchedState(elastic.GluonState):  # type: ignore[misc]
-    """A state whose methods are points: the halves of commit(), after a loss, when workers have met, the sync."""
-
-    points: Points
-    step: int
-    epoch: int
-    worlds: list[list[int]]
-
-    def save(self, path: Any = None) -> None:
-        self.points.reach("save")
-        super().save(path)
-
-    def check_host_updates(self) -> None:
-        self.points.reach("check")
-        super().check_host_updates()
-
-    def restore(self) -> None:
-        self.points.reach("restore")
-        super().restore()
-
-    def on_reset(self) -> None:
-        self.points.reach("reset")
-        super().on_reset()
-
-    def sync(self) -> None:
-        self.points.reach("sync")
-        super().sync()
-
-
-def train(state: Any, training: Training, log: Log, options: argparse.Namespace) -> None:
+def train(state: Any, training: Training, worker: Worker, options: argparse.Namespace) -> None:
     """Train until the file is there; `state.worlds` says in which world which steps were made."""
     topology = kvstore_hvd.init()
-    generation, size = topology.generation, topology.size
+    generation, rank, size = topology.generation, topology.rank, topology.size
     # A world all of whose steps were lost has no entry.
     state.worlds = [*(each for each in state.worlds if each[2] < state.step), [generation, size, state.step]]
-    log.write("world", generation=generation, rank=topology.rank, size=size, step=state.step)
+    worker.write("world", generation=generation, rank=rank, size=size, step=state.step)
+
+    def commit() -> None:  # the line comes before the workers are asked whether there are updates
+        worker.write("commit", generation=generation, step=state.step)
+        state.commit()
+
     while not state.finished:
-        dataset = gluon.data.SimpleDataset(list(range(options.samples)))
+        dataset = gluon.data.SimpleDataset(list(range(SAMPLES)))
         loader = gluon.data.DataLoader(dataset, options.batch_size, sampler=state.sampler, last_batch="keep")
         for number, batch in enumerate(loader):
-            indices = batch.asnumpy().astype(int).tolist()
-            log.write(
-                "step", generation=generation, rank=topology.rank, step=state.step, shown=state.epoch, indices=indices
-            )
-            loss = training.backward(indices)
+            indices, place = batch.asnumpy().astype(int).tolist(), {"generation": generation, "step": state.step}
+            worker.write("step", **place, rank=rank, shown=state.epoch, indices=indices)
+            training.backward(indices)
             training.trainer.step(len(indices) * (size if options.kind == "Trainer" else 1))
             for parameter in parameters(training.net):
                 parameter.data().wait_to_read()  # a step that has failed raises here
-            log.write("done", generation=generation, step=state.step, loss=loss)
+            worker.write("done", **place)
             state.step += 1
             state.sampler.record_batch(number, options.batch_size)
             if state.step % options.commit_every == 0:
-                commit(state, log, generation)
+                commit()
             time.sleep(options.pause)
         state.epoch += 1
         state.sampler.set_epoch(state.epoch)
         asked = np.array([(options.folder / "finish").exists()], np.int32)
         state.finished = bool(kvstore_hvd.allreduce(asked, "finish", op="max")[0])
-        commit(state, log, generation)
-
-
-def commit(state: Any, log: Log, generation: int) -> None:
-    """Commit; the line comes before the workers are asked whether there are updates."""
-    log.write("commit", generation=generation, step=state.step)
-    state.commit()
+        commit()
 
 
 def main() -> None:
     """Train, or replay, and write down what came out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--samples", type=int, default=240)
     parser.add_argument("--batch-size", type=int, default=7)
     parser.add_argument("--commit-every", type=int, default=3)
     parser.add_argument("--kind", default="Trainer")
@@ -222,35 +192,22 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true")
     options = parser.parse_args()
     if options.replay:
-        training = Training("", options.samples)
+        training = Training("")
         training.replay(options.kind, json.loads((options.folder / "schedule.json").read_text()))
         np.savez(options.folder / "replay.npz", *weights(training.net))
         return
-    worker = int(os.environ.get("KVHVD_WORKER", launched().rank))
-    log = Log(options.folder, worker)
-    log.write("begin", pid=os.getpid(), job=os.environ.get("KVHVD_JOB", ""))
-
+    worker = Worker(options.folder)
     hvd.init()
-    training = Training(options.kind, options.samples)
-    sampler = elastic.ElasticSampler(range(options.samples), shuffle=True, seed=5)
-    WatchedState.points = Points(options.folder, worker, log)
-    state: Any = WatchedState(
-        net=training.net, trainer=training.trainer, sampler=sampler, epoch=0, step=0, worlds=[], finished=False
-    )
-
-    @elastic.run  # type: ignore[untyped-decorator]
-    def run(state: Any) -> None:
-        try:
-            train(state, training, log, options)
-        except Exception as error:
-            log.write("error", text=f"{type(error).__name__}: {error}")
-            raise
-
-    run(state)
+    training = Training(options.kind)
+    sampler = elastic.ElasticSampler(range(SAMPLES), shuffle=True, seed=5)
+    of_training = {"net": training.net, "trainer": training.trainer, "sampler": sampler}
+    state = worker.state()(**of_training, epoch=0, step=0, worlds=[], finished=False)
+    elastic.run(train)(state, training, worker, options)
     final = weights(training.net)
-    np.savez(options.folder / f"final-{worker}.npz", *final)
+    np.savez(options.folder / f"final-{worker.id}.npz", *final)
     digest = hashlib.sha256(b"".join(value.tobytes() for value in final)).hexdigest()
-    log.write("end", kind=training.kind, digest=digest, steps=state.step, worlds=state.worlds, shown=state.epoch)
+    training_of = {"kind": training.kind, "samples": SAMPLES, "shown": state.epoch}
+    worker.write("end", **training_of, digest=digest, steps=state.step, worlds=state.worlds)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ PACKAGES = Path(kvstore_hvd.__file__).resolve().parents[1]
 LIMIT_S = patient(60)
 # Between two looks at files and at /proc, which have no events.
 GLANCE_S = 0.01
-ELASTIC_WORKER = str(TESTS / "support" / "elastic_worker.py")
 SHARED = Path("/dev/shm")
 # MPI names its files so; whether they stay is MPI's affair.
 OF_MPI = re.compile(r"sm_segment\.|mpich_shm_|vader_segment\.|open_mpi\.")
@@ -44,6 +43,24 @@ def report(**fields):  # in one piece: mpirun may mix the ranks' output otherwis
     os.write(1, ('@' + json.dumps(fields) + '\\n').encode())
 def wait_for(name):
     while not os.path.exists(name): time.sleep(0.01)
+"""
+
+# A worker of an elastic job that learns nothing, in short steps which it commits, until there is a file `finish`.
+ELASTIC = """
+import numpy as np
+import kvstore_hvd
+from kvstore_hvd import elastic
+kvstore_hvd.init()
+@elastic.run
+def train(state):
+    world = kvstore_hvd.topology()
+    say(f'generation {world.generation} rank {world.rank} of {world.size}\\n')
+    while not state.finished:
+        time.sleep(0.02)
+        asked = np.array([os.path.exists('finish')], np.int32)
+        state.finished = bool(kvstore_hvd.allreduce(asked, 'finish', op='max')[0])
+        state.commit()
+train(elastic.ObjectState(finished=False))
 """
 
 
@@ -116,24 +133,22 @@ def left_files(before: set[str]) -> set[str]:
     return new & shared_files()
 
 
-class Belongings:
-    """Processes and files in /dev/shm of a job that starts now; other jobs may run at the same time."""
+class Lines:
+    """The JSON lines of a file that somebody else writes, as far as they are complete."""
 
-    def __init__(self, marker: str) -> None:
-        self.marker = marker
-        self._before = shared_files()
+    def __init__(self, path: Path) -> None:
+        self._path, self._position = path, 0
+        self._found: list[dict[str, Any]] = []
 
-    def assert_gone(self, limit_s: float = 0.0, about: str = "") -> None:
-        """Fail if anything of the job is left; a limit is for processes of a job whose launcher was killed."""
-        end = time.monotonic() + limit_s
-        while (left := processes(self.marker)) and time.monotonic() < end:
-            time.sleep(GLANCE_S)
-        commands = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left if status_of(pid)[0] != "X"]
-        assert not left, f"processes are left: {left} {commands}\n{about}"
-        end = time.monotonic() + patient(15)  # a file of another job may be on its way from one process to the next
-        while files := left_files(self._before):
-            assert time.monotonic() < end, f"left in {SHARED}: {files}\n{about}"
-            time.sleep(GLANCE_S)
+    def read(self) -> list[dict[str, Any]]:
+        """All of them so far; the same list each time."""
+        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+            file.seek(self._position)
+            data = file.read()
+            complete = data[: data.rfind(b"\n") + 1]
+            self._position += len(complete)
+            self._found += map(json.loads, complete.splitlines())
+        return self._found
 
 
 class Job:
@@ -145,17 +160,14 @@ class Job:
     def __init__(self, folder: Path, marker: str, command: Sequence[str], **more: Any) -> None:
         self.folder, self.marker = folder, marker
         number = len(list(folder.glob("out[0-9]*")))
-        self._out, self._err = folder / f"out{number}", folder / f"err{number}"
-        self._log = folder / f"events{number}.jsonl"
-        self._lines: list[dict[str, Any]] = []
-        self._position = 0
-        self._belongings = Belongings(marker)
+        self._out, self._err, log = folder / f"out{number}", folder / f"err{number}", folder / f"events{number}.jsonl"
+        self._events, self._shared_before = Lines(log), shared_files()
         variables = {name: value for name, value in more.items() if name[0].isupper()}
         environ = {**variables_of(marker), "OMP_NUM_THREADS": "1", **variables}
         with self._out.open("wb") as out, self._err.open("wb") as err:
             given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "cwd": folder}
             given.update((name, value) for name, value in more.items() if not name[0].isupper())
-            command = [word.format(log=self._log) if word == "{log}" else word for word in command]
+            command = [str(log) if word == "{log}" else word for word in command]
             self.process: subprocess.Popen[bytes] = subprocess.Popen(command, env=environ, **given)
 
     # -- What it has written ------------------------------------------------------------------------------------------
@@ -182,17 +194,8 @@ class Job:
 
     def events(self, event: str = "", **fields: Any) -> list[dict[str, Any]]:
         """The event log of an elastic job so far: all, or the events of a kind with these fields."""
-        with contextlib.suppress(FileNotFoundError), self._log.open("rb") as file:
-            file.seek(self._position)
-            data = file.read()
-            complete = data[: data.rfind(b"\n") + 1]
-            self._position += len(complete)
-            self._lines += map(json.loads, complete.splitlines())
-        return [
-            line
-            for line in self._lines
-            if event in ("", line["event"]) and all(line.get(name) == value for name, value in fields.items())
-        ]
+        found = self._events.read()
+        return [line for line in found if event in ("", line["event"]) and fields.items() <= line.items()]
 
     def members(self, generation: int = -1) -> list[int]:
         """The workers of a world, or of the newest one, in the order of ranks."""
@@ -231,8 +234,8 @@ class Job:
         """Wait until a world of these workers, or of so many, or any, has been joined after the given one."""
 
         def joined() -> list[list[int]]:
-            worlds = [self.members(each["generation"]) for each in self.events("generation_joined")
-                      if each["generation"] > after]  # fmt: skip
+            numbers = (each["generation"] for each in self.events("generation_joined"))
+            worlds = [self.members(number) for number in numbers if number > after]
             return [world for world in worlds if list(workers) in ([], world) and count in (0, len(world))]
 
         found: list[int] = self.until(joined, f"a world of {workers or count}")[-1]
@@ -249,11 +252,28 @@ class Job:
             self.process.wait(LIMIT_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job hangs\n{self.describe()}") from None
-        self._belongings.assert_gone(patient(15) if leaves or self.process.returncode < 0 else 0.0, self.describe())
+        self._assert_nothing_is_left(patient(15) if leaves or self.process.returncode < 0 else 0.0)
         assert code in (None, self.process.returncode), self.describe()
         return self
 
+    def _assert_nothing_is_left(self, limit_s: float) -> None:
+        """No process, within the limit, and no file in shared memory; other jobs may run at the same time."""
+        end = time.monotonic() + limit_s
+        while (left := processes(self.marker)) and time.monotonic() < end:
+            time.sleep(GLANCE_S)
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes()[:200] for pid in left if status_of(pid)[0] != "X"]
+        assert not left, f"processes are left: {left} {commands}\n{self.describe()}"
+        end = time.monotonic() + patient(15)  # a file of another job may be on its way from one process to the next
+        while files := left_files(self._shared_before):
+            assert time.monotonic() < end, f"left in {SHARED}: {files}\n{self.describe()}"
+            time.sleep(GLANCE_S)
+
     # -- Disturbing ---------------------------------------------------------------------------------------------------
+
+    def go(self, name: str = "go") -> Job:
+        """Make the file that workers wait for."""
+        (self.folder / name).touch()
+        return self
 
     def pid(self, worker: int) -> int:
         """The process of a worker of an elastic job."""
@@ -284,12 +304,11 @@ def start(
     folder: Path,
     marker: str,
     options: str,
-    program: str | Sequence[str] = "",
-    acts: str = "",
+    program: str | Sequence[str] = ELASTIC,
     launcher: Launcher | Sequence[str] = (),
     **more: Any,
 ) -> Job:
-    """Start kvhvdrun, or another launcher, with a Python program (lines after PRELUDE), a command or acts of fakes."""
+    """Start kvhvdrun, or another launcher, with a Python program (lines after PRELUDE) or a command."""
     if isinstance(launcher, Launcher):
         more = {**launcher.environment, **more}
         launcher = launcher.prefix
@@ -297,7 +316,5 @@ def start(
     if isinstance(program, str):
         file = folder / f"program{len(list(folder.glob('program*')))}.py"
         file.write_text(PRELUDE + program)
-        program = [ELASTIC_WORKER, *acts.split()] if acts else [str(file)]
-        if sys.executable not in options:
-            program = [sys.executable, *program]
+        program = [str(file)] if sys.executable in options else [sys.executable, str(file)]
     return Job(folder, marker, [*words, *shlex.split(options), *program], **more)

@@ -2,8 +2,7 @@
 
 from types import SimpleNamespace
 
-from support.rank_main import Recorder
-from support.results import read
+from support.results import Recorder, read
 
 
 def test_what_a_rank_records_of_its_tests(tmp_path):
