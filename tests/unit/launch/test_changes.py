@@ -37,24 +37,17 @@ def test_who_has_to_leave_and_does_not_is_ended():
     assert play.outcome == (0, "")
 
 
-def test_workers_that_never_meet():
-    play = Play({"a": 2})
-    play.ready(0, 1)
-    for _ in range(20):
-        assert play.ending is None
-        play.say(0, "ready", generation=play.generation, cause="meeting", text="no memory", unreached=[])
-        play.ready(1, cause="meeting")
-    text = "20 worlds in a row were lost before they had begun, the last one with: no memory"
-    assert play.outcome == (1, text)
-
-
-@pytest.mark.parametrize("what", ["the state", "time"])
-def test_worlds_that_are_lost_before_they_have_begun(what):
+@pytest.mark.parametrize(("what", "worlds"), [("no meeting", 20), ("the state", 40), ("time", 40)])
+def test_worlds_that_are_lost_before_they_have_begun(what, worlds):
     """As where large packets are lost and small ones are not: workers meet, and get no further."""
     play = Play({"a": 2})
     play.ready(0, 1)
-    for number in range(40):
+    for number in range(worlds):
         assert play.ending is None
+        if what == "no meeting":
+            play.say(0, "ready", generation=play.generation, cause="meeting", text="b is silent", unreached=[])
+            play.ready(1, cause="meeting")
+            continue
         play.meet()
         play.say(0, "synced", generation=play.generation)
         if number == 19 and what == "the state":
@@ -64,9 +57,6 @@ def test_worlds_that_are_lost_before_they_have_begun(what):
         play.say(0, "ready", generation=play.generation, cause="lost", text="b is silent", unreached=[])
         play.ready(1)
     assert play.outcome == (1, "20 worlds in a row were lost before they had begun, the last one with: b is silent")
-
-
-# -- Hangs --------------------------------------------------------------------------------------------------------
 
 
 def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed():
@@ -122,9 +112,6 @@ def test_after_a_meeting_is_voided_its_own_deadline_does_not_count():
     assert play.signals(0) == play.signals(1) == []
     play.wait(501)
     assert play.signals(0) == play.signals(1) == KILLED
-
-
-# -- Newcomers of one change --------------------------------------------------------------------------------------
 
 
 def updates(play):

@@ -153,9 +153,6 @@ def test_newcomers_that_never_had_the_state_do_not_go_on_alone():
     assert play.told(2, "fail")
 
 
-# -- Places -------------------------------------------------------------------------------------------------------
-
-
 def places(play):
     """The local rank of the worker on each slot, as all members of the generation have been told it."""
     members = play.job.generation.members
@@ -182,9 +179,6 @@ def test_local_ranks_follow_the_slots_whoever_was_ready_first():
     play.ready(4, 3, 2, 1)
     assert play.meet() == [1, 2, 4, 3]  # the state is the old ones'
     assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
-
-
-# -- Crashes ------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_again():
@@ -379,9 +373,6 @@ def test_failures_that_do_not_tell_of_the_program(what):
         # One that hangs may come to an end of its own just as it is killed.
         fail_in_turn(play, -9 if what == "killed" else 1, hung=what == "hung")
     assert play.ending is None
-
-
-# -- Ends ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():

@@ -20,9 +20,6 @@ LIMIT_S = 60
 NOT_COMPLETE = "the event log cannot be written: it takes too long. What follows is lost there."
 
 
-# -- Lines of workers --------------------------------------------------------------------------------------------------
-
-
 def streams(count, **more):
     """Of workers to one sink, which is not flushed here."""
     sink = Sink(2, "")
@@ -100,9 +97,6 @@ def test_the_tail_leaves_out_what_python_ignores():
         tail = Tail()
         LineStream(Sink(2, ""), b"", tail.add).feed(b"\n".join([*text, b""]))
         assert tail.lines() == [line.decode() for line in shown]
-
-
-# -- Readers and files -------------------------------------------------------------------------------------------------
 
 
 def output_to(folder=None, count=0, event_log=None, ranks=None):
@@ -184,29 +178,21 @@ def test_a_full_disk_is_told_once():
     assert [output.take_lost(), output.take_lost()] == [[(False, text)], []]
 
 
-def test_ranks_that_are_not_shown_are_kept_all_the_same(capfd, tmp_path):
+def test_files_of_ranks_whether_they_are_shown_or_not(capfd, tmp_path):
+    """Their folders have as many digits as the last rank."""
+    for count, first in ((10, "rank.0"), (11, "rank.00"), (101, "rank.000")):
+        output_to(str(tmp_path / first), count)
+        names = sorted(path.name for path in (tmp_path / first).iterdir())
+        assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
     output = output_to(str(tmp_path), 2, ranks=[1])
     for rank in range(2):
         output.add(rank, b"")
-        output.feed(rank, 2, b"of %d\n" % rank)
+        output.feed(rank, 2, b"of %d\ntw" % rank)
+        output.feed(rank, 2, b"")
     written(output)
-    assert capfd.readouterr().err == "of 1\n"
-    assert [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)] == ["of 0\n", "of 1\n"]
-    assert [output.last_lines(rank) for rank in range(2)] == [["of 0"], ["of 1"]]
-
-
-def test_files_of_ranks(tmp_path):
-    """Their folders have as many digits as the last rank."""
-    for count, first in ((10, "rank.0"), (11, "rank.00"), (101, "rank.000")):
-        output = output_to(str(tmp_path / first), count)
-        names = sorted(path.name for path in (tmp_path / first).iterdir())
-        assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
-        output = output_to(str(tmp_path / "kept"), 2)
-    output.add(1, b"")
-    output.feed(1, 2, b"one\ntw")
-    output.feed(1, 2, b"")
-    written(output)
-    assert (tmp_path / "kept" / "rank.1" / "stderr").read_bytes() == b"one\ntw"
+    assert capfd.readouterr().err.rstrip() == "of 1\ntw"
+    assert [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)] == ["of 0\ntw", "of 1\ntw"]
+    assert [output.last_lines(rank) for rank in range(2)] == [["of 0", "tw"], ["of 1", "tw"]]
 
 
 @pytest.fixture
