@@ -76,18 +76,6 @@ def test_who_is_not_ready_after_a_timeout_of_the_others_is_killed():
     assert len(play.notes("worker_exited")) == len(play.notes("generation_void")) == 1
 
 
-@pytest.mark.parametrize("cause", ["lost", "updated", "reset"])
-def test_who_is_not_ready_for_long_is_killed_whatever_the_cause(cause):
-    play = begun({"a": 2}, timeout_s=100)
-    play.ready(0, cause=cause)
-    assert bool(play.told(1, "lost")) is (cause == "lost")
-    play.wait(99)
-    assert play.signals(1) == []
-    play.wait(2)
-    assert play.signals(1) == KILLED
-    assert play.members == [0]
-
-
 def test_who_never_gets_ready_at_the_start_is_killed():
     play = Play({"a": 3}, min_np=2, timeout_s=50)
     play.ready(0)
@@ -116,19 +104,6 @@ def test_after_a_meeting_is_voided_its_own_deadline_does_not_count():
 
 def updates(play):
     return len(play.notes("updated"))
-
-
-def test_newcomers_of_one_change_join_together():
-    play = begun({"a": 1}, reset_limit=1)
-    play.hosts({"a": 2, "b": 2})
-    for seconds, worker in ((5, 2), (4, 1)):
-        play.wait(seconds)
-        play.ready(worker)
-        assert updates(play) == 0
-    play.ready(3)
-    assert updates(play) == 1
-    assert play.commit() == [0, 1, 2, 3]
-    assert play.ending is None
 
 
 @pytest.mark.parametrize(("took", "limit"), [(7, 7), (0.1, 2), (100, 30)])
@@ -160,20 +135,3 @@ def test_slots_that_go_are_told_at_once():
     play.hosts({"a": 1, "c": 1})
     play.ready(0, 3, 4, cause="updated")
     assert "number of resets" in play.outcome[1]
-
-
-def test_the_reset_limit_counts_a_change_once_also_where_one_is_late():
-    play = begun({"a": 1}, reset_limit=2)
-    play.hosts({"a": 3})
-    play.ready(1)
-    play.wait(60)
-    assert play.commit() == [0, 1]
-    play.ready(2)
-    assert play.commit() == [0, 1, 2]
-    play.hosts({"a": 4})
-    play.ready(3)
-    assert play.commit() == [0, 1, 2, 3]
-    assert play.ending is None
-    play.kill(3)  # a loss
-    play.ready(0, 1, 2)
-    assert play.ending is not None

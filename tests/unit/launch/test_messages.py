@@ -17,7 +17,7 @@ from kvstore_hvd.launch.driver import Driver
 
 pytestmark = pytest.mark.alike
 
-JOBS = 320
+JOBS = 160
 HOSTS = ("honest", "lying")
 WORLD = {"rank": 1, "size": 2, "hosts": [["a", "b"]] * 2, "pids": [1, 2], "local_ranks": [0, 0]}
 WORLD["addresses"] = [["10.0.0.1:5"], []]

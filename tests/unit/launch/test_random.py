@@ -16,7 +16,7 @@ from kvstore_hvd.launch.state import End, Kill, Note, Settings, Start, Tell
 pytestmark = pytest.mark.alike
 
 HOSTS = ("a", "b", "c")
-HISTORIES, PARTS = 760, 4
+HISTORIES, PARTS = 480, 4
 
 
 class Actor:

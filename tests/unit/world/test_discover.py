@@ -54,10 +54,17 @@ def test_places_on_hosts_of_unequal_size():
     assert (topology.hosts, topology.local_ranks) == (("a", "a#2", "a", "a#2"), [0, 2])
 
 
+PS = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_NUM_WORKER": "2"}
+TORCH = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "3"}
+
+
 @pytest.mark.parametrize(
     "environ",
     [
         {},
+        {**PS, "DMLC_NUM_WORKER": "1"},
+        {**PS, "DMLC_ROLE": "server"},
+        {"WORLD_SIZE": "3", "RANK": "0"},
         {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"},
         {"PMI_SIZE": "1", "PMI_RANK": "0"},
         {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7"},
@@ -73,10 +80,6 @@ def test_one_rank_needs_no_mpi(monkeypatch, environ):
     assert (topology.rank, topology.size, topology.source) == (0, 1, "single")
 
 
-PS = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_NUM_WORKER": "2"}
-TORCH = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "WORLD_SIZE": "3"}
-
-
 @pytest.mark.parametrize(
     ("environ", "who", "workers"),
     [
@@ -90,13 +93,6 @@ def test_launchers_whose_workers_cannot_be_found_are_refused(monkeypatch, enviro
     with pytest.raises(LaunchError, match=rf"{who}.* started {workers} workers(.|\n)*Fix: .*kvhvdrun -np {workers} "):
         discover(monkeypatch, environ)
     assert discover(monkeypatch, {**LAUNCHED, **environ}).topology.source == "launcher"
-
-
-@pytest.mark.parametrize(
-    "environ", [{**PS, "DMLC_NUM_WORKER": "1"}, {**PS, "DMLC_ROLE": "server"}, {"WORLD_SIZE": "3", "RANK": "0"}]
-)
-def test_variables_of_others_that_ask_for_no_workers(monkeypatch, environ):
-    assert discover(monkeypatch, environ).topology.source == "single"
 
 
 def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch):
