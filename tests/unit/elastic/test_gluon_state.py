@@ -122,7 +122,6 @@ def test_restore_is_in_place():
 
 
 def test_deferred_parameters_go_back_to_their_first_values():
-    """A parameter without a shape at the commit goes back to what it was when it got one."""
     net = network(nn.Dense(6), nn.BatchNorm(), nn.Dense(3), hybridize=True)
     trainer = make_trainer(net)
     state = GluonState(net, trainer)
@@ -217,7 +216,6 @@ def test_what_fails_or_is_interrupted_keeps_the_last_commit(fault, monkeypatch):
 
 
 def test_assigning_replaces_and_saves_or_is_refused():
-    """A new value is saved; one that cannot be saved changes nothing."""
     one, two, three = make_net(), make_net(), make_net()
     sampler = ElasticSampler(range(4))
     state = GluonState(one, make_trainer(one), sampler=sampler, other=None)

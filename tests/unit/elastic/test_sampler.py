@@ -26,7 +26,6 @@ def place(monkeypatch):
 
 
 def samplers(place, size, dataset, state=None, **options):
-    """One sampler for each worker of a world, in a state."""
     made = []
     for rank in range(size):
         place(rank, size)
@@ -37,7 +36,6 @@ def samplers(place, size, dataset, state=None, **options):
 
 
 def test_epochs_differ_and_workers_agree(place):
-    """An order for each epoch and seed, equal on all workers and kept when the epoch comes again."""
     orders = set()
     for epoch in range(4):
         world = samplers(place, 3, range(30), seed=1)

@@ -44,7 +44,6 @@ def test_attributes_roll_back():
 
 @pytest.fixture
 def job_checkpoint(monkeypatch, tmp_path):
-    """The settings of a job with a checkpoint, of which every commit is due."""
     settings = SimpleNamespace(checkpoint=str(tmp_path / "kept"), checkpoint_every_s=0)
     monkeypatch.setattr(checkpoint, "config", lambda: settings)
     monkeypatch.setattr(checkpoint, "_state", None)
@@ -234,7 +233,6 @@ def test_horovods_names():
 
 @pytest.mark.parametrize("kind", ["nd", "np"])
 def test_arrays_of_mxnet_are_copied(kind):
-    """Arrays of MXNet, on their devices, of all dtypes and shapes; shared ones stay shared."""
     mx = pytest.importorskip("mxnet")
     module = getattr(mx, kind)
     x = module.array([1.5, 2.5], dtype="float16", ctx=mx.cpu(1))
@@ -264,8 +262,6 @@ def test_samplers_are_no_objects():
 
 
 def test_a_state_that_cannot_hear_of_updates_is_refused():
-    """At once, and not when the first worker comes."""
-
     class Partial:
         def sync(self):
             pytest.fail("it begins")

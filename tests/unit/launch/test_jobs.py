@@ -170,14 +170,6 @@ def test_when_all_hosts_leave_nobody_is_blamed():
     assert play.outcome == (1, "no worker of generation 0 is left.")
 
 
-def test_a_host_that_was_never_there_is_left_alone_at_once():
-    play = Play({"a": 1, "b": 3})
-    play.lose_host("b", "a storm")
-    (lost,) = play.notes("host_lost")
-    assert 10 <= lost["seconds"] <= 20
-    assert (play.begin(), len(play.starts())) == ([0], 4)
-
-
 def test_the_only_host_is_tried_again_until_the_time_for_workers_is_over():
     play = Play({"a": 1}, elastic_timeout_s=100.0)
     for number in range(2):
@@ -193,7 +185,6 @@ def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over(
     play = begun({"a": 1, "b": 1, "c": 1}, cooldown=(10, 20))
 
     def fail(*apart):
-        """All say whom they have not reached, by their numbers in pairs."""
         ranks = {worker: rank for rank, worker in enumerate(play.members)}
         for worker in play.members:
             others = [other for pair in apart for other in pair if worker in pair and other != worker]
@@ -340,23 +331,6 @@ def test_a_worker_may_be_done_before_all_others_have_said_that_they_met():
     assert len(play.notes("generation_joined")) == 1
     play.end(1)
     assert play.outcome == (0, "")
-
-
-def test_too_many_resets():
-    play = begun({"a": 4}, reset_limit=1)
-    play.kill(1)
-    play.ready(0, 2, 3)
-    play.meet()
-    assert play.generation == 1
-    play.kill(2)
-    play.ready(0, 3)
-    reason = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1"
-    assert play.outcome == (1, reason)
-    assert [told["text"] for told in play.told(0, "fail")] == [reason]
-    seen = len(play.seen)
-    play.kill(0)
-    play.wait(10_000)
-    assert len(play.seen) == seen + 1  # the note of its end, and no decision any more
 
 
 def test_a_host_that_has_not_come_does_not_spoil_a_success():

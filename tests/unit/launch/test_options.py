@@ -29,8 +29,6 @@ def plan(*arguments):
 
 @pytest.fixture
 def config_file(tmp_path):
-    """Write a file of options, or of hosts; returns its path."""
-
     def write(text):
         (tmp_path / "kvhvdrun.yaml").write_text(text)
         return str(tmp_path / "kvhvdrun.yaml")

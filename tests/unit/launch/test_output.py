@@ -105,7 +105,6 @@ def output_to(folder=None, count=0, event_log=None, ranks=None):
 
 
 def written(output, read=lambda: b""):
-    """Write all that waits; returns what is read meanwhile."""
     data, end = b"", time.monotonic() + LIMIT_S
     while output.pending:
         assert time.monotonic() < end
@@ -133,7 +132,6 @@ def test_one_object_a_line(tmp_path):
 
 @pytest.fixture
 def pipe(tmp_path):
-    """The path of a pipe, and a descriptor that reads it."""
     path = str(tmp_path / "pipe")
     os.mkfifo(path)
     with pytest.raises(LaunchError, match="is a pipe that nobody reads"):

@@ -28,7 +28,6 @@ def collected(count):
 
 
 def in_child(program):
-    """Run it with a reaper; returns what it prints."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", REAPER + program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=environment)

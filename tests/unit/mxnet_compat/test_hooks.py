@@ -78,7 +78,6 @@ def test_an_error_of_mxnet_in_one_line():
 
 
 def test_every_class_of_errors_is_one_of_mxnets_too(world):
-    """And is pickled as ours."""
     for cls in vars(errors).values():
         if isinstance(cls, type) and issubclass(cls, errors.KVHvdError):
             error = mx.base.error_types[cls.__name__]("a text\n  Fix: none")

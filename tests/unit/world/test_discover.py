@@ -144,7 +144,6 @@ def test_ranks_that_are_given(monkeypatch):
 
 
 def fake_mpi(monkeypatch, vendor="Open MPI", version=(5, 0, 11)):
-    """An MPI that has nobody but this process."""
     answers = {"get_vendor.return_value": (vendor, version), "Is_finalized.return_value": False}
     mpi = Mock(COMM_WORLD=Mock(size=1), **answers)
     monkeypatch.setitem(sys.modules, "mpi4py", Mock(MPI=mpi))

@@ -38,7 +38,6 @@ def listeners():
 
 
 def worlds(listeners, ranks_by_host=((0, 2), (1, 4), (3,)), secrets=(b"s", b"s", b"s"), **fields):
-    """The world as the leader of each host sees it."""
     size = sum(map(len, ranks_by_host))
     of = {rank: host for host, ranks in enumerate(ranks_by_host) for rank in ranks}
     addresses = tuple((f"127.0.0.1:{listeners[of[rank]].getsockname()[1]}",) for rank in range(size))
@@ -56,7 +55,6 @@ def connect(listeners, worlds):
 
 
 def check_connected(results):
-    """Bytes of each host arrive at each other one; closes everything."""
     sockets = [[socket.socket(fileno=fd) if fd >= 0 else None for fd in row] for row in results]
     with contextlib.ExitStack() as stack:
         for a, row in enumerate(sockets):
