@@ -109,32 +109,17 @@ def test_when_nobody_is_left_the_state_is_lost():
     assert play.told(2, "fail")
 
 
-def places(play):
-    """The local rank of the worker on each slot, as all members of the generation have been told it."""
-    members = play.job.generation.members
-    told = [play.told(member.id, "world")[-1] for member in members]
-    assert [one["rank"] for one in told] == list(range(len(members)))
-    assert all(one["local_ranks"] == told[0]["local_ranks"] for one in told)
-    return {str(member.slot): place for member, place in zip(members, told[0]["local_ranks"])}
-
-
-def test_local_ranks_follow_the_slots_whoever_was_ready_first():
+def test_a_newcomer_is_told_a_place_before_it_is_in_a_world():
     play = Play({"a": 3, "b": 1})
     play.enter(3, "other")
-    play.ready(2, 0, 1)
-    assert play.meet() == [0, 1, 2, 3]
-    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
+    play.begin()
     play.kill(0)
     assert play.job.ranks_of(4) == (2, 4, 0, 3, 0, 2)  # what it begins with
-    play.ready(1, 2, 3)
-    play.meet()
-    assert places(play) == {"a:1": 0, "a:2": 1, "b:0": 0}
-    play.enter(4)  # on the slot that is free; until it is ready it is told a place
+    play.enter(4)  # on the slot that is free
     (place,) = play.told(4)
     assert (place["t"], place["rank"], place["size"], place["local_ranks"]) == ("rank", 2, 4, [1, 2, 0, 0])
     play.ready(4, 3, 2, 1)
     assert play.meet() == [1, 2, 4, 3]  # the state is the old ones'
-    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
 
 
 def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_again():

@@ -198,6 +198,9 @@ class History:
         for machine in set(machines):
             news = [member in old for member in members if self.actors[member].identity == machine]
             assert news == sorted(news, reverse=True), "a newcomer comes before an old worker of its machine"
+            same = [rank for rank, other in enumerate(machines) if other == machine]
+            same.sort(key=lambda rank: self.job.slots.order(of_members[rank].slot))
+            assert [world["local_ranks"][rank] for rank in same] == list(range(len(same))), "not in the order of slots"
         self.generations.append(members)
         self.kinds.add("generation")
 
