@@ -41,6 +41,10 @@ class World:
     def broadcast(self, name: str, array: Any, root: int) -> None:
         self.adapter.broadcast(name, repr(name), mxnet_compat.handle_of(array), root, 0)
 
+    def prepare(self, arrays: list[Any]) -> Any:
+        """Gradients g0, g1, ... as a step."""
+        return self.adapter.prepare([(f"g{i}", f"'g{i}'", handle, -i) for i, handle in enumerate(handles(arrays))])
+
     def submit(self, name: str, array: Array, root: int = -1) -> native.Work:
         """Let rank 1 take part, in place; a broadcast when there is a root."""
         self.submitted.append(array)

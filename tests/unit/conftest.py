@@ -28,8 +28,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def setting(monkeypatch):
-    """Set variables of the environment, which the configuration reads at once."""
-
     def set_them(**values):
         for name, value in values.items():
             monkeypatch.setenv(name, value)
@@ -42,14 +40,12 @@ def setting(monkeypatch):
 
 @pytest.fixture
 def alone(monkeypatch):
-    """A world of one, which other tests do not see."""
     monkeypatch.setattr(process, "_current", process.Process())
     monkeypatch.setattr(process, "everybody", process.current()._member)
 
 
 @pytest.fixture
 def world(monkeypatch):
-    """Install the hooks with the fake store, and afterwards put back whatever was there."""
     from support.fake_store import Fake, World, mx, store_class
 
     for name in list(os.environ):
@@ -105,7 +101,6 @@ def scarce(monkeypatch, caplog):
 
 @pytest.fixture
 def full_pipe():
-    """The end of a pipe, writing to which blocks."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     with contextlib.suppress(BlockingIOError):

@@ -6,7 +6,6 @@ from kvstore_hvd import errors
 
 
 def test_families():
-    """Lost worlds are recoverable, all else is not; every error is a RuntimeError and keeps its text."""
     kinds = {n: v for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.KVHvdError)}
     assert set(kinds) <= set(errors.__all__)
     lost = {name for name, kind in kinds.items() if issubclass(kind, errors.HorovodInternalError)}

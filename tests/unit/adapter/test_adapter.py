@@ -1,108 +1,34 @@
-"""The adapter between MXNet's engine and ours: sums and broadcasts of arrays in every state, and in MXNet's order."""
+"""The adapter between MXNet's engine and ours, with a second rank in the same process: errors, forks, and steps.
 
+The gradients of a step are one call of the adapter; the second rank submits each by itself.
+"""
+
+import contextlib
 import gc
+import os
+import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 
-from kvstore_hvd import errors, native
-from support.gluon import is_mxnet_2
-from support.pair import World, handles, mx, ramp
+from kvstore_hvd import errors, mxnet_compat, native
+from support.pair import TIMEOUT_S, World, mx, ramp
 from support.patience import until
 
-
-def test_waits_for_the_producer_and_holds_the_consumer_without_blocking(pair):
-    """Arrays may be dropped while the operation runs."""
-    ours, theirs = ramp((3, 4)), ramp((3, 4), start=7)
-    gradient = mx.nd.array(ours) * 3
-    pair.pushpull("w", [gradient], [gradient])
-    after = gradient + 1
-    del gradient
-    gc.collect()
-    # Only now does the other rank take part: neither call above has waited for it.
-    work = pair.submit("w", theirs)
-    expected = ours * 3 + ramp((3, 4), start=7)
-    np.testing.assert_array_equal(after.asnumpy(), expected + 1)
-    pair.other.wait(work)
-    np.testing.assert_array_equal(theirs, expected)
+SMALL = 12  # elements
+MANY = 20  # more gradients than one operation takes
 
 
-@pytest.mark.parametrize(
-    ("inputs", "outputs", "times"),
-    [("a", "abcd", 1), ("aa", "ab", 2), ("abv", "bva", 3), ("av", "b", 2), ("cd", "cd", 2)],
-)
-def test_arrays_that_occur_twice_or_are_views_of_each_other(pair, inputs, outputs, times):
-    ours, theirs = ramp((4,)), ramp((4,), start=10)
-    arrays = {name: mx.nd.array(ours) for name in "ab"}
-    arrays["v"] = arrays["a"].reshape((2, 2))
-    halves = mx.nd.array(np.concatenate([ours, ours]))
-    arrays["c"], arrays["d"] = halves[:4], halves[4:]
-    pair.pushpull("w", [arrays[n] for n in inputs], [arrays[n] for n in outputs])
-    work = pair.submit("w", theirs)
-    for name in outputs:
-        result = arrays[name].asnumpy().reshape(-1)
-        np.testing.assert_array_equal(result, times * ours + ramp((4,), start=10))
-    pair.other.wait(work)
-
-
-def test_operations_of_one_name_start_in_the_order_of_the_calls(pair):
-    slow = mx.nd.ones((1000, 1000)) / 1000
-    for _ in range(10):
-        slow = mx.nd.dot(slow, slow)
-    late, early = slow[0, :4] * 0 + 1, mx.nd.ones((4,)) * 2
-    pair.pushpull("w", [late], [late])
-    pair.pushpull("w", [early], [early])
-    works = [pair.submit("w", np.full(4, value, "float32")) for value in (10, 20)]
-    np.testing.assert_array_equal(early.asnumpy(), np.full(4, 22))
-    np.testing.assert_array_equal(late.asnumpy(), np.full(4, 11))
-    for work in works:
-        pair.other.wait(work)
-
-
-def test_weights_and_results_that_onednn_has_rearranged(pair):
-    network = mx.gluon.nn.Conv2D(64, 3, in_channels=16)
-    network.initialize()
-    kind = mx.np if is_mxnet_2() else mx.nd
-    image = kind.array(np.random.RandomState(0).uniform(size=(8, 16, 32, 32)).astype("float32"))
-    network(image).wait_to_read()  # MXNet 2 makes the parameters now
-    weight = next(iter(network.collect_params().values())).data()
-    before = weight.asnumpy()
-    for _ in range(3):
-        activation = network(image)
-    pair.pushpull("w", [weight], [weight])  # while they are used
-    pair.other.wait(pair.submit("w", theirs := ramp(before.shape)))
-    np.testing.assert_array_equal(theirs, before + ramp(before.shape))
-    np.testing.assert_array_equal(weight.asnumpy(), theirs)
-    expected = activation.asnumpy()
-    pair.pushpull("a", [activation], [activation])
-    pair.other.wait(pair.submit("a", theirs := np.zeros_like(expected)))
-    np.testing.assert_array_equal(theirs, expected)
-    assert np.isfinite(network(image).asnumpy()).all()
-    pair.broadcast("b", weight, 1)
-    pair.other.wait(pair.submit("b", theirs := ramp(before.shape), root=1))
-    np.testing.assert_array_equal(weight.asnumpy(), theirs)
-
-
-def test_what_arrays_are_and_which_library_is_loaded(pair):
-    array = mx.nd.ones((4, 2))
-    arrays = handles(others := [array, array.reshape((8,)), array[1:3], array.copy(), array.tostype("row_sparse")])
-    assert [pair.adapter.is_plain(handle) for handle in arrays] == [True, True, True, True, False], others
-    ids = [pair.adapter.chunk_id(handle) for handle in arrays]
-    assert [chunk == ids[0] for chunk in ids] == [True, True, True, False, False]
-    with pytest.raises(RuntimeError, match="not loaded"):
-        native.MXNetAdapter(pair.engine, "/nowhere/libmxnet.so", False)
-
-
-# -- Errors of operations: who raises them, when, how often, and what still works afterwards ---------------------------
-
-
-def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair):
+@pytest.mark.parametrize("read", [mx.nd.NDArray.wait_to_read, mx.nd.NDArray.asnumpy, lambda x: (x + 1).asnumpy(), None])
+def test_an_error_is_raised_where_its_array_is_read_with_its_class_and_text(pair, read):
     array = mx.nd.array(ramp((4,)))
     pair.pushpull("w", [array], [array])
     work = pair.submit("w", ramp((5,)))
     with pytest.raises(errors.MismatchError) as caught:
-        array.wait_to_read()
+        read(array) if read else mx.nd.waitall()
     assert isinstance(caught.value, mx.base.MXNetError)
     assert str(caught.value) == (
         "[rank 0/2] allreduce 'w': ranks disagree on shape.\n"
@@ -111,12 +37,7 @@ def test_an_error_is_raised_at_the_first_read_and_leaves_the_world_usable(pair):
     )
     with pytest.raises(errors.MismatchError, match="rank 1/2"):
         pair.other.wait(work)
-    np.testing.assert_array_equal(array.asnumpy(), ramp((4,)))
     assert pair.adapter.take_unread_error() is None
-    pair.pushpull("w", [array], [array])
-    pair.other.wait(pair.submit("w", theirs := ramp((4,))))
-    np.testing.assert_array_equal(array.asnumpy(), 2 * ramp((4,)))
-    np.testing.assert_array_equal(theirs, 2 * ramp((4,)))
 
 
 @pytest.mark.parametrize("where", ["input", "output", "before the call", "nobody reads"])
@@ -176,3 +97,186 @@ def test_operations_outlive_the_adapter_and_its_engine():
     del world
     gc.collect()
     np.testing.assert_array_equal(array.asnumpy(), np.ones(4))
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_forked_child_neither_hangs_nor_disturbs(pair, in_flight):
+    array = mx.nd.ones((4,))
+    if in_flight:
+        slow = mx.nd.ones((1000, 1000)) / 1000
+        for _ in range(10):
+            slow = mx.nd.dot(slow, slow)
+        array = slow[0, :4] * 0 + 1
+    pair.pushpull("w", [array], [array])
+    pair.submit("w", ramp((4,)))
+    if not in_flight:
+        array.wait_to_read()
+    child = os.fork()  # which waits for MXNet's operations, with the GIL held
+    if child == 0:
+        signal.alarm(int(TIMEOUT_S))
+        try:
+            pair.adapter.after_fork_in_child()
+            with pytest.raises(errors.ShutdownError, match="forked child"):
+                pair.pushpull("v", [array], [array])
+            assert pair.adapter.take_unread_error() is None
+            assert (mx.nd.ones((2,)) + 1).asnumpy().tolist() == [2, 2]
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert array.asnumpy().tolist() == [2, 3, 4, 5]
+    pair.pushpull("v", [array], [array])
+    pair.submit("v", ramp((4,)))
+    assert array.asnumpy().tolist() == [3, 5, 7, 9]
+
+
+NAIVE = """
+from kvstore_hvd import errors
+from support.pair import World, mx, ramp
+world = World(naive=True)
+array = mx.nd.ones((4,))
+work = world.submit("w", theirs := ramp((4,)))
+world.pushpull("w", [array], [array])
+world.other.wait(work)
+print(array.asnumpy().tolist(), theirs.tolist())
+world.submit("w", ramp((5,)))
+try:
+    world.pushpull("w", [array], [array])
+except errors.MismatchError as error:
+    print(str(error).splitlines()[0], world.adapter.take_unread_error())
+world.submit("b", ramp((4,), start=5), root=1)
+world.broadcast("b", array, 1)
+print(array.asnumpy().tolist())
+world.close()
+"""
+
+
+def test_an_engine_that_waits_for_each_operation():
+    variables = {
+        **os.environ,
+        "MXNET_ENGINE_TYPE": "NaiveEngine",
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    told = subprocess.check_output([sys.executable, "-c", NAIVE], text=True, timeout=2 * TIMEOUT_S, env=variables)
+    assert told.splitlines() == [
+        "[2.0, 3.0, 4.0, 5.0] [2.0, 3.0, 4.0, 5.0]",
+        "[rank 0/2] allreduce 'w': ranks disagree on shape. None",
+        "[5.0, 6.0, 7.0, 8.0]",
+    ]
+
+
+def gradients(number=MANY, size=SMALL):
+    return [mx.nd.ones((size,)) * (i + 1) for i in range(number)]
+
+
+def ones(number=MANY, size=SMALL):
+    return [np.ones(size, np.float32) for _ in range(number)]
+
+
+@pytest.mark.parametrize("size", [SMALL, 100_000])
+def test_the_other_rank_may_submit_in_any_order(pair, size):
+    """No gradient of an operation waits for another's sum; a step may be used again, and be dropped meanwhile."""
+    ours, theirs = gradients(size=size), ones(size=size)
+    step = pair.prepare(ours)
+    for number in range(2):
+        for place in range(MANY):
+            ours[place][:], theirs[place][:] = place + 1, 1
+        pair.adapter.pushpull_step(step, False)
+        if number == 1:
+            del step
+            gc.collect()
+        for place in reversed(range(MANY)):
+            pair.other.wait(pair.submit(f"g{place}", theirs[place]))
+    for place, (mine, other) in enumerate(zip(ours, theirs)):
+        assert (mine.asnumpy() == place + 2).all()
+        assert (other == place + 2).all()
+
+
+def test_a_step_is_in_turn_with_single_operations(pair):
+    """Operations of one name take part in the order of the calls, in a step or not."""
+    (ours,) = gradients(1)
+    handle = mxnet_compat.handle_of(ours)
+    step = pair.prepare([ours])
+    pair.adapter.pushpull_step(step, False)
+    pair.adapter.pushpull("g0", "'g0'", [handle], [handle])
+    pair.adapter.pushpull_step(step, False)
+    for factor in (1, 10, 100):
+        pair.other.wait(pair.submit("g0", np.full(SMALL, factor, np.float32)))
+    assert (ours.asnumpy() == 112).all()
+
+
+def test_arrays_that_share_memory_are_summed_one_after_the_other(pair):
+    """MXNet would wait for ever for an operation that names one memory twice."""
+    whole = mx.nd.ones((4, 3))
+    pair.adapter.pushpull_step(pair.prepare([whole, whole[1:3], whole]), False)
+    theirs = [np.full((4, 3), 1, np.float32), np.full((2, 3), 10, np.float32), np.full((4, 3), 100, np.float32)]
+    for work in [pair.submit(f"g{place}", array) for place, array in enumerate(theirs)]:
+        pair.other.wait(work)
+    assert whole.asnumpy()[:, 0].tolist() == [102, 112, 112, 102]
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_one_that_fails_fails_its_operation_and_is_named(pair, is_read):
+    """The first of two, whichever failed first. The others are summed; an error that nobody has read is kept once."""
+    ours, theirs = gradients(4), ones(4)
+    theirs[1] = theirs[2] = np.ones(SMALL + 1, np.float32)
+    pair.adapter.pushpull_step(pair.prepare(ours), False)
+    for place in (2, 1, 3, 0):
+        with pytest.raises(errors.MismatchError) if place in (1, 2) else contextlib.nullcontext():
+            pair.other.wait(pair.submit(f"g{place}", theirs[place]))
+    if is_read:
+        with pytest.raises(errors.MismatchError, match=r"allreduce 'g1': ranks disagree on shape"):
+            ours[0].wait_to_read()
+        assert [array.asnumpy()[0] for array in ours] == [2, 2, 3, 5]
+    else:
+        unread = until(pair.adapter.take_unread_error)
+        assert isinstance(unread, errors.MismatchError)
+        assert "'g1'" in str(unread)
+    assert pair.adapter.take_unread_error() is None
+    mx.nd.waitall()
+
+
+@pytest.mark.parametrize("is_read", [True, False])
+def test_a_failed_input_fails_all_of_its_operation(pair, is_read):
+    ours = gradients(2)
+    square = mx.nd.ones((3, 3))
+    mx.nd.linalg.potrf(mx.nd.zeros((3, 3)) - 1, out=square)  # not positive definite
+    pair.adapter.pushpull_step(pair.prepare([ours[0], square, ours[1]]), False)
+    for place, size in enumerate([(SMALL,), (3, 3), (SMALL,)]):
+        array = np.ones(size, np.float32)
+        with pytest.raises(errors.InputFailedError, match=r"input \(or that of .* grouped with, 'g0' to 'g2'\) failed"):
+            pair.other.wait(pair.submit(f"g{place}", array))
+        assert (array == 1).all()
+    if is_read:
+        with pytest.raises(mx.base.MXNetError, match="potrf"):
+            square.wait_to_read()
+        pair.adapter.take_unread_error()
+        return
+    unread = until(pair.adapter.take_unread_error)
+    assert isinstance(unread, errors.InputFailedError)
+    assert str(unread).startswith("[rank 0/2] allreduce 'g0': an operation that should have produced an input (or that")
+    assert "potrf" in str(unread)
+    assert pair.adapter.take_unread_error() is None
+
+
+def test_a_lost_world_fails_every_operation(pair):
+    ours = gradients()
+    step = pair.prepare(ours)
+    pair.adapter.pushpull_step(step, False)
+    pair.other.abort("the test says so")
+    for place in (0, MANY - 1):
+        with pytest.raises(errors.TransportError, match="the test says so"):
+            ours[place].wait_to_read()
+    pair.adapter.pushpull_step(step, False)
+    with pytest.raises(errors.TransportError, match="the test says so"):
+        mx.nd.waitall()
+    mx.nd.waitall()
+
+
+def test_what_needs_a_closer_look_is_not_prepared(pair):
+    with mx.util.np_shape(True):
+        empty = mx.np.zeros((0, 3))
+    for odd in (mx.nd.sparse.zeros("row_sparse", (2, 3)), empty, mx.np.ones((2,), dtype=bool)):
+        assert pair.prepare([*gradients(2), odd]) is None
+    pair.adapter = native.MXNetAdapter(pair.engine, mxnet_compat.libmxnet_path(), True)  # NaiveEngine
+    assert pair.prepare(gradients(2)) is None

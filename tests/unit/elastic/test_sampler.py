@@ -26,7 +26,6 @@ def place(monkeypatch):
 
 
 def samplers(place, size, dataset, state=None, **options):
-    """One sampler for each worker of a world, in a state."""
     made = []
     for rank in range(size):
         place(rank, size)
@@ -36,21 +35,7 @@ def samplers(place, size, dataset, state=None, **options):
     return made
 
 
-@pytest.mark.parametrize(("size", "left"), [(1, 23), (3, 0), (3, 23), (8, 2)])
-def test_padding_for_any_remainder(place, size, left):
-    """What is left, at most size - 1 of it twice (more often where fewer are left than workers)."""
-    world = samplers(place, size, range(64), {"epoch": 2, "processed_num": 64 - left}, seed=5)
-    taken = [list(each) for each in world]
-    assert {len(each) for each in taken} == {len(world[0])} == {-(-left // size)}
-    counts = Counter(index for each in taken for index in each)
-    assert set(counts) == set(world[0].remaining_indices)
-    assert len(counts) == left
-    assert sum(counts.values()) - left < size
-    assert max(counts.values(), default=0) - min(counts.values(), default=0) <= 1
-
-
 def test_epochs_differ_and_workers_agree(place):
-    """An order for each epoch and seed, equal on all workers and kept when the epoch comes again."""
     orders = set()
     for epoch in range(4):
         world = samplers(place, 3, range(30), seed=1)
@@ -214,7 +199,7 @@ def run_epoch(place, seed):
 
 
 def test_every_sample_once_in_random_epochs(place):
-    for seed in range(150):
+    for seed in range(80):
         count, kept, padding = run_epoch(place, seed)
         assert set(kept) == set(range(count)), f"seed {seed}: a sample was left out"
         assert sum(kept.values()) - count <= padding, f"seed {seed}: samples were counted twice: {kept}"

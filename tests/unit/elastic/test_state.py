@@ -44,7 +44,6 @@ def test_attributes_roll_back():
 
 @pytest.fixture
 def job_checkpoint(monkeypatch, tmp_path):
-    """The settings of a job with a checkpoint, of which every commit is due."""
     settings = SimpleNamespace(checkpoint=str(tmp_path / "kept"), checkpoint_every_s=0)
     monkeypatch.setattr(checkpoint, "config", lambda: settings)
     monkeypatch.setattr(checkpoint, "_state", None)
@@ -104,6 +103,8 @@ def test_what_cannot_be_a_checkpoint_is_refused_at_once(job_checkpoint, tmp_path
         checkpoint.resume(State(lambda value: value, lambda: 0), is_newcomer=False)
     with pytest.raises(InvalidRequestError, match="is a folder"):
         state(step=0).save(tmp_path)
+    with pytest.raises(InvalidRequestError, match=r"cannot be written: .*pickle(.|\n)*Fix: "):
+        state(act=lambda: None).save(tmp_path / "kept")
     with (tmp_path / "kept.part").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(InvalidRequestError, match="another process is writing"):
@@ -113,6 +114,22 @@ def test_what_cannot_be_a_checkpoint_is_refused_at_once(job_checkpoint, tmp_path
     state(step=6).save(tmp_path / "link")
     assert kept(tmp_path) == 6
     assert sorted(each.name for each in tmp_path.iterdir()) == ["kept", "link"]
+
+
+def test_files_that_are_not_whole(tmp_path, monkeypatch):
+    """A cut, changed or foreign file is refused; a write that fails leaves the last file."""
+    path = tmp_path / "kept"
+    state(step=6).save(path)
+    good = path.read_bytes()
+    for bad in (good[:-1], good[:-9] + b"x" + good[-8:], good.replace(b"state-1", b"state-2", 1), b"", b"\n"):
+        path.write_bytes(bad)
+        with pytest.raises(InvalidRequestError, match=r"is damaged|is no checkpoint"):
+            kept(tmp_path)
+    path.write_bytes(good)
+    with monkeypatch.context() as patch, pytest.raises(FileNotFoundError):
+        patch.setattr(os, "fsync", lambda _: os.stat(tmp_path / "missing"))
+        state(step=7).save(path)
+    assert kept(tmp_path) == 6
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "hardlink", "fifo", "socket", "leftover"])
@@ -216,7 +233,6 @@ def test_horovods_names():
 
 @pytest.mark.parametrize("kind", ["nd", "np"])
 def test_arrays_of_mxnet_are_copied(kind):
-    """Arrays of MXNet, on their devices, of all dtypes and shapes; shared ones stay shared."""
     mx = pytest.importorskip("mxnet")
     module = getattr(mx, kind)
     x = module.array([1.5, 2.5], dtype="float16", ctx=mx.cpu(1))
@@ -246,8 +262,6 @@ def test_samplers_are_no_objects():
 
 
 def test_a_state_that_cannot_hear_of_updates_is_refused():
-    """At once, and not when the first worker comes."""
-
     class Partial:
         def sync(self):
             pytest.fail("it begins")

@@ -42,19 +42,14 @@ def stand_in(tmp_path, monkeypatch):
 
 def test_both_names_mean_one_module(stand_in):
     horovod_alias.install()
-    importlib.import_module("horovod")
+    horovod = importlib.import_module("horovod")
     assert importlib.util.find_spec("horovod.mxnet") is not None
     assert stand_in not in sys.modules  # nothing is imported before a script does
-    import horovod.mxnet as hvd
-    import horovod.mxnet.functions
-    import horovod.mxnet.mpi_ops
-
-    assert hvd is sys.modules[stand_in]
-    assert horovod.mxnet is hvd
-    assert horovod.mxnet.mpi_ops is sys.modules["stand_in.mpi_ops"]
-    assert horovod.mxnet.functions is sys.modules["stand_in.functions"]
-    assert horovod.mxnet.functions.size is hvd.size
-    assert hvd.size() == 7
+    for name in ("", ".functions", ".mpi_ops"):
+        assert importlib.import_module(f"horovod.mxnet{name}") is sys.modules[f"{stand_in}{name}"]
+    assert horovod.mxnet is sys.modules[stand_in]
+    assert horovod.mxnet.functions.size is horovod.mxnet.size
+    assert horovod.mxnet.size() == 7
 
 
 def test_common_and_run(tmp_path, monkeypatch):

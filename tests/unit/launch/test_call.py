@@ -117,53 +117,40 @@ def test_a_launcher_that_cannot_be_started(monkeypatch):
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_results_are_those_of_the_last_world(launcher):
-    """Workers without a world are in the order of their numbers."""
-    for number in (3, 1):
-        launcher.tell("result", number, (-1, number, 0))
-    assert run() == [1, 3]
-    launcher.told = []
-    launcher.tell("result", "old", (1, 0, 3))
-    launcher.tell("result", "left", (1, 2, 3))
-    launcher.tell("result", "b" * 1_000_000, (2, 1, 2))
-    launcher.tell("result", "a", (2, 0, 2))
-    assert run() == ["a", "b" * 1_000_000]
-    launcher.told = []
-    launcher.tell("result", "a", (2, 0, 3))
-    with pytest.raises(RunError, match="ranks 1-2 ended without a result"):
+EARLY, LATE, LONG = ValueError("early"), ValueError("late"), "b" * 1_000_000
+
+
+@pytest.mark.parametrize(
+    ("reports", "code", "outcome"),
+    [
+        # Workers without a world are in the order of their numbers.
+        ([("result", 3, (-1, 3, 0)), ("result", 1, (-1, 1, 0))], 0, [1, 3]),
+        ([("result", "left", (1, 2, 3)), ("result", LONG, (2, 1, 2)), ("result", "a", (2, 0, 2))], 0, ["a", LONG]),
+        ([("result", "a", (2, 0, 3))], 0, "ranks 1-2 ended without a result"),
+        # A worker that tells of another's end comes first when that one could not say anything in time.
+        (
+            [("failure", PeerLostError("rank 1 died"), (-1, 0, 3)), ("failure", LATE, (-1, 1, 3))],
+            1,
+            r"^\[rank 1/3\] run: the function raised ValueError: late\.",
+        ),
+        ([("failure", EARLY, (-1, 0, 2)), ("failure", LATE, (-1, 1, 2))], 1, "ValueError: early"),
+        # Failures of earlier worlds do not count.
+        ([("failure", EARLY, (0, 1, 2)), ("result", "a", (1, 0, 1))], 0, ["a"]),
+        ([("failure", EARLY, (0, 1, 2)), ("failure", LATE, (1, 0, 1))], 1, "ValueError: late"),
+        ([("result", 1), ("ended", "rank 0 exited with code 3.")], 0, "run: rank 0 exited with code 3"),
+        ([("refused", "no such command")], 0, "no such command"),
+    ],
+)
+def test_results_and_errors_are_what_launcher_and_workers_tell(launcher, reports, code, outcome):
+    launcher.code = code
+    for kind, *report in reports:
+        launcher.fail(*report) if kind == "failure" else launcher.tell(kind, *report)
+    if isinstance(outcome, list):
+        assert run() == outcome
+        return
+    with pytest.raises((RunError, LaunchError), match=outcome) as caught:
         run()
-
-
-def test_consequences_are_not_taken_for_the_cause(launcher):
-    """A worker that tells of another's end comes first when that one could not say anything in time."""
-    launcher.code = 1
-    lost, bad = PeerLostError("rank 1 died"), ValueError("the cause")
-    for rank, error in ((0, lost), (1, bad), (2, KeyError("later"))):
-        launcher.fail(error, (-1, rank, 3))
-    with pytest.raises(RunError, match=r"^\[rank 1/3\] run: the function raised ValueError: the cause\.") as caught:
-        run()
-    assert isinstance(caught.value.__cause__, ValueError)
-
-
-def test_failures_of_earlier_worlds_do_not_count(launcher):
-    launcher.fail(ValueError("early"), (0, 1, 2))
-    launcher.tell("result", "a", (1, 0, 1))
-    assert run() == ["a"]
-    launcher.code = 1
-    launcher.fail(ValueError("late"), (1, 0, 1))
-    with pytest.raises(RunError, match="ValueError: late"):
-        run()
-
-
-def test_what_the_launcher_tells(launcher):
-    """Why it refuses to start, or why the job failed: also when its exit code is not known."""
-    launcher.tell("result", 1)
-    launcher.tell("ended", "rank 0 exited with code 3.")
-    with pytest.raises(RunError, match="run: rank 0 exited with code 3"):
-        run()
-    launcher.tell("refused", "no such command")
-    with pytest.raises(LaunchError, match="no such command"):
-        run()
+    assert isinstance(caught.value.__cause__, ValueError) == (code == 1)
 
 
 class Needy(Exception):

@@ -1,8 +1,5 @@
 """Which hosts an elastic job may use: fixed ones, and what a script says, however it behaves."""
 
-import contextlib
-import os
-import subprocess
 from unittest.mock import Mock
 
 import pytest
@@ -10,11 +7,8 @@ import pytest
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launch.daemons import HostDiscoveryScript, hosts_of_script
 from kvstore_hvd.launch.state import StartError
-from support.patience import patient
 
 pytestmark = pytest.mark.alike
-
-LIMIT_S = patient(30)
 
 
 def test_what_a_script_may_print():
@@ -31,103 +25,71 @@ def test_what_a_script_may_print():
             hosts_of_script(text)
 
 
-class Poller:
-    """Polls a script as the launcher does, and runs it as a daemon would."""
-
-    def __init__(self, command):
-        self.script = HostDiscoveryScript(command, {}, 1)
-        self.script.daemons = self
-        self.process = None
-        self.now = 0.0
-
-    def start(self, host):
-        assert host == "localhost"
-
-    def send(self, host, kind, *, worker, command=(), **fields):
-        self.task = worker
-        if kind == "start":
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            self.process = subprocess.Popen(command, start_new_session=True, **pipes)
-        else:
-            self.close()
-
-    def next(self, after=0.0):
-        """What the next run says, which is looked at again after so many seconds."""
-        self.now += 1.0
-        assert self.script.poll(self.now) is None
-        self.now += after
-        assert self.script.poll(self.now) is None  # it runs, or is killed now
-        for fd, stream in enumerate((self.process.stdout, self.process.stderr), 1):
-            self.script.heard({"t": "out", "worker": self.task - 1, "fd": fd, "raw": b"of another run"})
-            while data := stream.read1(1 << 16):
-                self.script.heard({"t": "out", "worker": self.task, "fd": fd, "raw": data})
-        self.script.heard({"t": "exited", "worker": self.task, "code": self.process.wait(LIMIT_S)})
-        return self.script.poll(self.now)
-
-    def close(self):
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, 9)
-
-
 @pytest.fixture
 def script():
-    with contextlib.ExitStack() as stack:
-        yield lambda command: stack.enter_context(contextlib.closing(Poller(command)))
+    made = HostDiscoveryScript("./listing", {}, 1)
+    made.daemons = Mock()
+    return made
 
 
-def test_a_script_is_run_again_and_again(script, tmp_path):
-    path = tmp_path / "hosts"
-    poller = script(f"cat {path}")
-    path.write_text("localhost:2\n")
-    assert poller.next() == {"localhost": 2}
-    before = poller.process
-    assert poller.script.poll(poller.now) is None  # not before a second has passed
-    assert poller.process is before
-    path.write_text("# none\n")
-    assert poller.next() == {}
-    assert f"'cat {path}' names no host; it says: # none.\n  Fix: " in poller.script.fault(poller.now)
-    path.write_text("localhost\nother:3\n")
-    assert poller.next() == {"localhost": 1, "other": 3}
-    path.write_text("\ufeffother:3\n")
-    assert poller.next() == {"other": 3}
-    assert poller.script.fault(poller.now) == ""
+def end(script, now, code=0, out=b"", errors=b""):
+    """Have its daemon say what the present run says, and how it ends; returns the hosts."""
+    task = script.daemons.send.call_args.kwargs["worker"]
+    for number, fd, data in ((task - 1, 1, b"of another run"), (task, 1, out), (task, 2, errors)):
+        script.heard({"t": "out", "worker": number, "fd": fd, "raw": data})
+    script.heard({"t": "exited", "worker": task, "code": code})
+    return script.poll(now)
+
+
+def run(script, now, out):
+    assert script.poll(now) is None
+    return end(script, now, out=out)
+
+
+def test_a_script_is_run_again_and_again(script):
+    assert run(script, 1.0, b"localhost:2\n") == {"localhost": 2}
+    assert script.poll(1.9) is None
+    assert script.daemons.send.call_count == 1  # not before a second has passed
+    assert run(script, 2.0, b"# none\n") == {}
+    assert "'./listing' names no host; it says: # none.\n  Fix: " in script.fault(2.0)
+    assert run(script, 3.0, b"localhost\nother:3\n") == {"localhost": 1, "other": 3}
+    assert run(script, 4.0, "\ufeffother:3\n".encode()) == {"other": 3}
+    assert script.fault(4.0) == ""
 
 
 @pytest.mark.parametrize(
-    ("command", "fact", "code"),
+    ("code", "out", "errors", "fact"),
     [
-        ("echo one; echo two >&2; echo three >&2; exit 3", r"' exited with code 3; it says: two / three\.", 1),
-        ("echo a b", "printed are no hosts: 'a b' is not HOST:N", 1),
-        (r"printf 'a\n\377b:2\nc\n'", r"printed are no hosts: '\\xffb:2' is not HOST:N", 1),
-        ("yes no | head -c 100000", r"printed more than 65536 bytes and was killed; it says: no / no / no\.", 1),
-        ("./there-is-none", r"'./there-is-none' exited with code 127; it says: .*\n  Fix: check the path", 127),
-        ("/etc/passwd", r"exited with code 126; it says: .*\n  Fix: chmod", 126),
+        (3, b"one\n", b"two\nthree\n", r"' exited with code 3; it says: two / three\."),
+        (0, b"a b\n", b"", "printed are no hosts: 'a b' is not HOST:N"),
+        (0, b"a\n\377b:2\nc\n", b"", r"printed are no hosts: '\\xffb:2' is not HOST:N"),
+        (-9, b"no\n" * 30000, b"", r"printed more than 65536 bytes and was killed; it says: no / no / no\."),
+        (127, b"", b"not found", r"'\./listing' exited with code 127; it says: not found\.\n  Fix: check the path"),
+        (126, b"", b"denied", r"exited with code 126; it says: denied\.\n  Fix: chmod"),
     ],
 )
-def test_a_script_that_fails(script, command, fact, code):
+def test_a_script_that_fails(script, code, out, errors, fact):
+    script.poll(1.0)
     with pytest.raises(StartError, match=fact) as caught:
-        script(command).next()
-    assert (caught.value.code, "\n  Fix: " in str(caught.value)) == (code, True)
+        end(script, 1.0, code, out, errors)
+    assert (caught.value.code, "\n  Fix: " in str(caught.value)) == (code if code in (126, 127) else 1, True)
 
 
-def test_a_script_that_hangs_is_named_and_killed(script, tmp_path):
-    path = tmp_path / "hosts"
-    poller = script(f"echo localhost; test -e {path} || exec sleep 1000")
-    with pytest.raises(StartError, match="sleep 1000' took more than 10 s and was killed") as caught:
-        poller.next(after=10.0)
-    assert poller.script.fault(poller.now) == str(caught.value)
-    path.touch()
-    assert poller.next() == {"localhost": 1}  # the next run has its own time
-    assert poller.script.fault(poller.now) == ""
-    poller.script.poll(poller.now + 1.0)
-    assert "' is still running after 7 s.\n  Fix: " in poller.script.fault(poller.now + 8.0)
+def test_a_script_that_hangs_is_named_and_killed(script):
+    script.poll(1.0)
+    assert (script.poll(10.9), script.daemons.send.call_count) == (None, 1)
+    assert (script.poll(11.0), script.daemons.send.call_args.kwargs["signal"]) == (None, 9)
+    with pytest.raises(StartError, match=r"\./listing' took more than 10 s and was killed") as caught:
+        end(script, 11.0, -9)
+    assert script.fault(11.0) == str(caught.value)
+    assert run(script, 12.0, b"localhost\n") == {"localhost": 1}  # the next run has its own time
+    assert script.fault(12.0) == ""
+    script.poll(13.0)
+    assert "' is still running after 7 s.\n  Fix: " in script.fault(20.0)
 
 
-def test_a_script_whose_daemon_is_lost():
-    script = HostDiscoveryScript("true", {}, 1)
-    script.daemons = Mock()
-    assert script.poll(1.0) is None
+def test_a_script_whose_daemon_is_lost(script):
+    script.poll(1.0)
     script.lost("was lost: its daemon was killed")
-    with pytest.raises(StartError, match="the host discovery script 'true' was lost: its daemon was killed"):
+    with pytest.raises(StartError, match=r"the host discovery script '\./listing' was lost: its daemon was killed"):
         script.poll(1.0)

@@ -9,23 +9,6 @@ from support.elastic_jobs import Play, begun
 pytestmark = pytest.mark.alike
 
 
-def test_the_first_generation_begins_when_all_are_ready():
-    play = Play({"a": 2}, min_np=2, first_np=3)
-    assert play.starts() == []
-    play.hosts({"a": 2, "b": 1})
-    assert play.starts() == [(0, "a:0"), (1, "a:1"), (2, "b:0")]
-    play.ready(2, 0)
-    assert play.generation == -1
-    play.ready(1)
-    rest = {"size": 3, "hosts": [["name", "machine"]] * 3, "local_ranks": [0, 1, 2], "job": "play"}
-    rest.update(pids=[100, 101, 102], addresses=[["10.0.0.0:1"], ["10.0.0.1:1"], ["10.0.0.2:1"]])
-    for rank in range(3):
-        assert play.told(rank) == [{"t": "world", "generation": 0, "rank": rank, **rest}]
-    assert play.notes("generation_joined") == []
-    play.meet()
-    assert play.notes("generation_joined") == [{"generation": 0}]
-
-
 def test_workers_of_a_job_that_replaces_nobody_meet_over_hosts():
     """Those that one waits for, in the order that it says; who does not come is named, and met later."""
     play = Play({"a": 1, "b": 2}, min_np=3, max_np=3, replaces=False, start_timeout_s=30)
@@ -115,19 +98,6 @@ def test_a_program_that_always_fails_ends_the_job():
     assert play.ending.lines == ("SyntaxError: x",)
 
 
-def test_a_dead_worker_costs_itself_only():
-    play = begun({"a": 3}, min_np=2)
-    play.kill(1)
-    void = {"generation": 0, "text": "worker 1 (a:1) was killed by SIGKILL"}
-    assert play.notes("generation_void") == [{**void, "cause": "lost"}]
-    assert play.told(0, "lost") == play.told(2, "lost") == [{"t": "lost", **void}]
-    assert play.starts()[3:] == [(3, "a:1")]
-    play.ready(0)
-    assert play.generation == 0
-    play.ready(2)  # nobody waits for the new one, which still starts
-    assert (play.generation, play.members) == (1, [0, 2])
-
-
 def test_when_nobody_is_left_the_state_is_lost():
     play = begun({"a": 2})
     play.end(0, 1, "PeerLostError: rank 1")
@@ -139,52 +109,17 @@ def test_when_nobody_is_left_the_state_is_lost():
     assert play.told(2, "fail")
 
 
-def test_newcomers_that_never_had_the_state_do_not_go_on_alone():
-    play = begun({"a": 2})
-    for worker in (0, 1):
-        play.say(worker, "synced", generation=0)
-    play.kill(1)
-    play.ready(0)
-    play.meet()
-    play.ready(2)
-    assert play.commit() == [0, 2]
-    play.kill(0)  # while it hands the state to worker 2
-    assert "no worker of generation 2 is left that has the state of the training. First, " in play.outcome[1]
-    assert play.told(2, "fail")
-
-
-# -- Places -------------------------------------------------------------------------------------------------------
-
-
-def places(play):
-    """The local rank of the worker on each slot, as all members of the generation have been told it."""
-    members = play.job.generation.members
-    told = [play.told(member.id, "world")[-1] for member in members]
-    assert [one["rank"] for one in told] == list(range(len(members)))
-    assert all(one["local_ranks"] == told[0]["local_ranks"] for one in told)
-    return {str(member.slot): place for member, place in zip(members, told[0]["local_ranks"])}
-
-
-def test_local_ranks_follow_the_slots_whoever_was_ready_first():
+def test_a_newcomer_is_told_a_place_before_it_is_in_a_world():
     play = Play({"a": 3, "b": 1})
     play.enter(3, "other")
-    play.ready(2, 0, 1)
-    assert play.meet() == [0, 1, 2, 3]
-    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
+    play.begin()
     play.kill(0)
     assert play.job.ranks_of(4) == (2, 4, 0, 3, 0, 2)  # what it begins with
-    play.ready(1, 2, 3)
-    play.meet()
-    assert places(play) == {"a:1": 0, "a:2": 1, "b:0": 0}
-    play.enter(4)  # on the slot that is free; until it is ready it is told a place
+    play.enter(4)  # on the slot that is free
     (place,) = play.told(4)
     assert (place["t"], place["rank"], place["size"], place["local_ranks"]) == ("rank", 2, 4, [1, 2, 0, 0])
     play.ready(4, 3, 2, 1)
     assert play.meet() == [1, 2, 4, 3]  # the state is the old ones'
-    assert places(play) == {"a:0": 0, "a:1": 1, "a:2": 2, "b:0": 0}
-
-
-# -- Crashes ------------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_again():
@@ -209,25 +144,6 @@ def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_a
     assert play.notes("slot_blacklisted") == []
 
 
-def test_a_host_that_leaves_is_as_good_as_removed_until_it_is_lost():
-    play = begun({"a": 1, "b": 1}, cooldown=(10, 20))
-    play.job.host_leaves("b", "a notice", 143, play.now)
-    play.hosts({"a": 1, "b": 1})  # a script may list it for longer
-    assert [told["result"] for told in play.told(0, "updated")] == [1]
-    assert play.commit() == [0]
-    assert [told["t"] for told in play.told(1)][-1] == "leave"
-    play.end(1)
-    play.wait(30)
-    assert len(play.starts()) == 2
-    play.job.host_lost("b", "the line is closed", play.now)
-    play.hosts({"a": 1, "b": 1})
-    (lost,) = play.notes("host_lost")
-    assert (lost["text"], lost["seconds"] >= 10) == ("a notice", True)
-    play.wait(lost["seconds"] + 1)
-    assert play.starts()[2:] == [(2, "b:0")]
-    assert play.notes("generation_void") == []
-
-
 def test_when_all_hosts_leave_nobody_is_blamed():
     play = begun({"a": 1, "b": 1})
     for host in "ab":
@@ -237,14 +153,6 @@ def test_when_all_hosts_leave_nobody_is_blamed():
     play.end(0)
     play.end(1)
     assert play.outcome == (1, "no worker of generation 0 is left.")
-
-
-def test_a_host_that_was_never_there_is_left_alone_at_once():
-    play = Play({"a": 1, "b": 3})
-    play.lose_host("b", "a storm")
-    (lost,) = play.notes("host_lost")
-    assert 10 <= lost["seconds"] <= 20
-    assert (play.begin(), len(play.starts())) == ([0], 4)
 
 
 def test_the_only_host_is_tried_again_until_the_time_for_workers_is_over():
@@ -262,7 +170,6 @@ def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over(
     play = begun({"a": 1, "b": 1, "c": 1}, cooldown=(10, 20))
 
     def fail(*apart):
-        """All say whom they have not reached, by their numbers in pairs."""
         ranks = {worker: rank for rank, worker in enumerate(play.members)}
         for worker in play.members:
             others = [other for pair in apart for other in pair if worker in pair and other != worker]
@@ -381,9 +288,6 @@ def test_failures_that_do_not_tell_of_the_program(what):
     assert play.ending is None
 
 
-# -- Ends ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
     play = begun({"a": 2})
     play.say(0, "finished")
@@ -412,56 +316,6 @@ def test_a_worker_may_be_done_before_all_others_have_said_that_they_met():
     assert len(play.notes("generation_joined")) == 1
     play.end(1)
     assert play.outcome == (0, "")
-
-
-def test_in_a_second_run_the_dead_are_replaced_and_all_are_waited_for():
-    play = begun({"a": 3})
-    for kind, fields in (("synced", {"generation": 0}), ("finished", {}), ("synced", {"generation": 0})):
-        for worker in (0, 1, 2):
-            play.say(worker, kind, **fields)
-    play.kill(2)
-    assert play.starts()[3:] == [(3, "a:2")]
-    play.ready(0)
-    assert play.generation == 0
-    play.ready(1)
-    assert play.members == [0, 1]
-
-
-def test_too_many_resets():
-    play = begun({"a": 4}, reset_limit=1)
-    play.kill(1)
-    play.ready(0, 2, 3)
-    play.meet()
-    assert play.generation == 1
-    play.kill(2)
-    play.ready(0, 3)
-    reason = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1"
-    assert play.outcome == (1, reason)
-    assert [told["text"] for told in play.told(0, "fail")] == [reason]
-    seen = len(play.seen)
-    play.kill(0)
-    play.wait(10_000)
-    assert len(play.seen) == seen + 1  # the note of its end, and no decision any more
-
-
-def test_words_out_of_place_change_nothing():
-    play = Play({"a": 2})
-    with pytest.raises(KeyError, match="7"):
-        play.say(7, "finished")
-    with pytest.raises(ValueError, match="before it has called init"):
-        play.say(0, "ready", generation=-1, cause="start", text="", unreached=[])
-    play.enter(0)
-    seen = len(play.seen)
-    waits = {"generation": 3, "cause": "lost", "text": "", "unreached": []}
-    for kind, fields in (("joined", {"generation": 0}), ("ready", waits)):
-        with pytest.raises(ValueError, match="a generation that it was not given"):
-            play.say(0, kind, **fields)
-    assert len(play.seen) == seen
-    play.job.tick(play.now)
-    assert play.job.take() == []
-    play.kill(0)
-    play.say(0, "finished")
-    assert play.notes("worker_finished") == []
 
 
 def test_a_host_that_has_not_come_does_not_spoil_a_success():

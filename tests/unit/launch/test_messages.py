@@ -17,7 +17,7 @@ from kvstore_hvd.launch.driver import Driver
 
 pytestmark = pytest.mark.alike
 
-JOBS = 320
+JOBS = 160
 HOSTS = ("honest", "lying")
 WORLD = {"rank": 1, "size": 2, "hosts": [["a", "b"]] * 2, "pids": [1, 2], "local_ranks": [0, 0]}
 WORLD["addresses"] = [["10.0.0.1:5"], []]
@@ -29,7 +29,6 @@ VALUES += [[], [0, 0], [5, "x"], [[]], {}, {"t": "up"}, {"t": []}, "1" * 100]
 
 
 def of_worker(number, rank):
-    """What a worker says in its life, as its daemon passes it on."""
     enter = {"host": ["name", f"machine {number}"], "pid": 7, "ranks": [0, 1], "addresses": ["10.0.0.1:5"]}
     ready = {"generation": 0, "cause": "meeting", "text": "", "unreached": [1 - rank]}
     said = [("enter", enter), ("joined", {"generation": 0}), ("synced", {"generation": 0}), ("ready", ready)]
@@ -51,7 +50,6 @@ def of_daemon(number):
 
 
 def mutated(message, rng):
-    """A message with one change, of any depth."""
     changed = json.loads(json.dumps(message))
     places, at = [], [changed]
     while at:
@@ -102,7 +100,6 @@ class Job:
         driver._act()
 
     def say(self, host, data):
-        """Have a daemon say something, as bytes; returns why it is given up."""
         daemon = self.daemons[host]
         if not daemon.fault:
             self.ends[host].sendall(data)

@@ -29,16 +29,11 @@ def plan(*arguments):
 
 @pytest.fixture
 def config_file(tmp_path):
-    """Write a file of options, or of hosts; returns its path."""
-
     def write(text):
         (tmp_path / "kvhvdrun.yaml").write_text(text)
         return str(tmp_path / "kvhvdrun.yaml")
 
     return write
-
-
-# -- What is refused ---------------------------------------------------------------------------------------------------
 
 
 REFUSED = [
@@ -52,37 +47,29 @@ REFUSED = [
     (["-H", "localhost:2", "--hostfile", "x", "true"], "both --hosts and --hostfile name hosts"),
     (["-np", "2", "-x", "A B=1", "true"], "-x A B=1: 'A B' is not the name of a variable.\n  Fix: "),
     (["-np", "2", "-x", "KVHVD_RANK=1", "true"], "-x KVHVD_RANK=1: KVHVD_RANK differs between workers."),
-    (["-np", "2", "-x", "HOROVOD_RANK=1", "true"], "-x HOROVOD_RANK=1: HOROVOD_RANK differs between workers."),
     (["-np", "2", "-x", "NOT_SET", "true"], "-x NOT_SET: NOT_SET is not set here, and what is set all"),
     (["-np", "2", "--ranks", "0,2", "true"], "--ranks: there is no rank 2.\n  Fix: the ranks are 0 to 1."),
+    (["-np", "2", "/"], "'/' is a directory"),
     (["-np", "2", "--ranks", "0-1", "true"], "argument --ranks: '0-1' is not a whole number of at least 0"),
     (["-np", "2", "--output-filename", "/dev/null", "true"], "'/dev/null/rank.0' cannot be made"),
-    (["--min-np", "0", "true"], "argument --min-np/--min-num-proc: '0' is not a whole number of at least 1."),
     (["--min-np", "3", "--max-np", "2", "true"], "--min-np 3 is more than --max-np 2."),
     (["--min-np", "3", "-np", "2", "true"], "--min-np 3 is more than -np 2."),
     (["--max-np", "257", "true"], "a job has at most 256 workers"),
     (["--min-np", "1", "--elastic-timeout", "soon", "true"], "--elastic-timeout: 'soon' is not a number of seconds"),
     (["--min-np", "1", "--blacklist-cooldown-range", "9", "8", "true"], "the lower one first"),
     (["--host-discovery-script", "x", "-H", "a", "true"], "both --hosts and --host-discovery-script name hosts."),
-    (["--min-np", "3", "-H", "localhost:2", "true"], "3 workers are needed, but the hosts have 2 slots."),
     (["--min-np", "1", "--output-filename", "o", "true"], "--output-filename is not for elastic jobs.\n  Fix: omit"),
-    (["--min-np", "1", "--ranks", "0", "true"], "--ranks is not for elastic jobs."),
     (["--reset-limit", "1", "-np", "2", "true"], "--reset-limit is for elastic jobs.\n  Fix: "),
 ]
 
 
 @pytest.mark.parametrize(("arguments", "text"), REFUSED)
 def test_what_cannot_be_is_said(capfd, arguments, text):
-    assert command.main(arguments) == 2
+    assert command.main(arguments) == (126 if arguments[-1] == "/" else 2)
     out, err = capfd.readouterr()
     assert (out, err.startswith("kvhvdrun: "), "\n  Fix: " in err) == ("", True, True)
     assert text in err
     assert "Traceback" not in err
-
-
-def test_a_folder_is_no_program(capfd):
-    assert command.main(["-np", "2", "/"]) == 126
-    assert "'/' is a directory" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -95,8 +82,6 @@ def test_a_folder_is_no_program(capfd):
         # No word of a file becomes a part of the command.
         ("min-np: 1\nblacklist-cooldown-range: 5", "argument --blacklist-cooldown-range: expected 2 arguments."),
         ("min-np: 1\nblacklist-cooldown-range: [5, 50, echo]", "echo does not exist."),
-        ("output-filname: my echo", "--output-filname does not exist; did you mean --output-filename?"),
-        ("unknown: no", "--unknown does not exist."),
     ],
 )
 def test_a_file_that_cannot_be(capfd, config_file, text, fact):
@@ -128,9 +113,6 @@ def test_as_many_workers_as_the_engine_and_open_files_allow(monkeypatch):
         hosts.check_count(257)
 
 
-# -- What is made of them ----------------------------------------------------------------------------------------------
-
-
 def test_help_has_few_variables(capfd):
     with pytest.raises(SystemExit) as end:
         command.main(["--help"])
@@ -159,21 +141,17 @@ def test_a_shell_completes_options():
 @pytest.mark.parametrize(
     ("arguments", "numbers", "slots"),
     [
-        (["--min-np", "2"], (2, None, 256), {"localhost": 2}),
-        (["--max-np", "3"], (1, None, 3), {"localhost": 3}),
-        (["--max-np", "3", "-np", "2"], (2, 2, 3), {"localhost": 3}),
-        (
-            ["--min-np", "1", "-H", "localhost,127.0.0.2:1", "--slots", "3"],
-            (1, None, 256),
-            {"localhost": 3, "127.0.0.2": 1},
-        ),
-        (["--min-np", "1", "--hostfile", "hosts"], (1, None, 256), {"localhost": 2}),
+        ("--min-np 2", (2, None, 256), {"localhost": 2}),
+        ("--max-np 3", (1, None, 3), {"localhost": 3}),
+        ("--max-np 3 -np 2", (2, 2, 3), {"localhost": 3}),
+        ("--min-np 1 -H localhost,127.0.0.2:1 --slots 3", (1, None, 256), {"localhost": 3, "127.0.0.2": 1}),
+        ("--min-np 1 --hostfile hosts", (1, None, 256), {"localhost": 2}),
     ],
 )
 def test_an_elastic_job_has_numbers_of_workers_and_hosts(monkeypatch, tmp_path, arguments, numbers, slots):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    made = plan(*arguments, "true")
+    made = plan(*arguments.split(), "true")
     assert made.settings.replaces
     assert (made.settings.min_np, made.settings.first_np, made.settings.max_np) == numbers
     assert (made.hosts, made.script) == (slots, None)
@@ -247,25 +225,17 @@ def test_variables_of_the_workers(monkeypatch):
     environs = [
         environment_of(made, rank, Slot("localhost", rank), Ranks(rank, 3, rank, 3), "f" * 64) for rank in range(3)
     ]
-    assert [environ["KVHVD_RANK"] for environ in environs] == ["0", "1", "2"]
-    for environ in environs:
-        assert environ["KVHVD_SIZE"] == environ["KVHVD_LOCAL_SIZE"] == "3"
-        assert environ["KVHVD_RANK"] == environ["KVHVD_LOCAL_RANK"]
-        assert environ["KVHVD_SLOT"] == f"localhost:{environ['KVHVD_RANK']}"
-        assert environ["KVHVD_START_TIMEOUT"] == "7"
-        assert environ["OMPI_MCA_btl"] == "^ofi"
+    common = {"KVHVD_SIZE": "3", "KVHVD_LOCAL_SIZE": "3", "KVHVD_START_TIMEOUT": "7", "OMPI_MCA_btl": "^ofi"}
+    common |= {"KVHVD_JOB": made.settings.job, "KVHVD_SECRET": "f" * 64}
+    for rank, environ in enumerate(environs):
+        places = {"KVHVD_RANK": str(rank), "KVHVD_LOCAL_RANK": str(rank), "KVHVD_SLOT": f"localhost:{rank}"}
+        assert {**common, **places}.items() <= environ.items()
         assert not [n for n in environ if n.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD", "OMPI_MCA_orte"))]
-        assert len(environ["KVHVD_SECRET"]) == 64
-        assert environ["KVHVD_SECRET"] not in " ".join(made.command)
-    assert len({(environ["KVHVD_JOB"], environ["KVHVD_SECRET"]) for environ in environs}) == 1
 
 
 def test_shares_of_cores():
     for cores, shares in [([0, 1, 2, 3, 4], [(0, 1), (2, 3, 4)]), ([4, 9], [(4,), (9,), (4,)])]:
         assert [share_of_cores(cores, rank, len(shares)) for rank in range(len(shares))] == shares
-
-
-# -- Hosts -------------------------------------------------------------------------------------------------------------
 
 
 def test_hosts_that_are_this_one(config_file):
@@ -363,7 +333,6 @@ def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
         ("n" + "[1-2]" * 1500, "1(x2)", "is not a list of hosts"),
         ("-oproxycommand,n1", "1(x2)", "is not a list of hosts"),
         ("n1\x1b[2J,n2", "1(x2)", "n1\\x1b[2J,n2 is not a list of hosts"),
-        ("n[1-2]", "1(x99999999999)", "does not tell the tasks of each host"),
         ("n[1-2]", "1(x999999999)", "does not tell the tasks of each host"),
         ("n[1-2]", "0(x2)", "does not tell the tasks of each host"),
         ("n[1-2]", "0,1", "does not tell the tasks of each host"),

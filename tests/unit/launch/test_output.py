@@ -20,9 +20,6 @@ LIMIT_S = 60
 NOT_COMPLETE = "the event log cannot be written: it takes too long. What follows is lost there."
 
 
-# -- Lines of workers --------------------------------------------------------------------------------------------------
-
-
 def streams(count, **more):
     """Of workers to one sink, which is not flushed here."""
     sink = Sink(2, "")
@@ -102,16 +99,12 @@ def test_the_tail_leaves_out_what_python_ignores():
         assert tail.lines() == [line.decode() for line in shown]
 
 
-# -- Readers and files -------------------------------------------------------------------------------------------------
-
-
 def output_to(folder=None, count=0, event_log=None, ranks=None):
     options = Namespace(output_filename=folder, event_log=event_log, ranks=ranks, timestamps=False)
     return Output(Poller(), options, count)
 
 
 def written(output, read=lambda: b""):
-    """Write all that waits; returns what is read meanwhile."""
     data, end = b"", time.monotonic() + LIMIT_S
     while output.pending:
         assert time.monotonic() < end
@@ -139,7 +132,6 @@ def test_one_object_a_line(tmp_path):
 
 @pytest.fixture
 def pipe(tmp_path):
-    """The path of a pipe, and a descriptor that reads it."""
     path = str(tmp_path / "pipe")
     os.mkfifo(path)
     with pytest.raises(LaunchError, match="is a pipe that nobody reads"):
@@ -184,29 +176,21 @@ def test_a_full_disk_is_told_once():
     assert [output.take_lost(), output.take_lost()] == [[(False, text)], []]
 
 
-def test_ranks_that_are_not_shown_are_kept_all_the_same(capfd, tmp_path):
+def test_files_of_ranks_whether_they_are_shown_or_not(capfd, tmp_path):
+    """Their folders have as many digits as the last rank."""
+    for count, first in ((10, "rank.0"), (11, "rank.00"), (101, "rank.000")):
+        output_to(str(tmp_path / first), count)
+        names = sorted(path.name for path in (tmp_path / first).iterdir())
+        assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
     output = output_to(str(tmp_path), 2, ranks=[1])
     for rank in range(2):
         output.add(rank, b"")
-        output.feed(rank, 2, b"of %d\n" % rank)
+        output.feed(rank, 2, b"of %d\ntw" % rank)
+        output.feed(rank, 2, b"")
     written(output)
-    assert capfd.readouterr().err == "of 1\n"
-    assert [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)] == ["of 0\n", "of 1\n"]
-    assert [output.last_lines(rank) for rank in range(2)] == [["of 0"], ["of 1"]]
-
-
-def test_files_of_ranks(tmp_path):
-    """Their folders have as many digits as the last rank."""
-    for count, first in ((10, "rank.0"), (11, "rank.00"), (101, "rank.000")):
-        output = output_to(str(tmp_path / first), count)
-        names = sorted(path.name for path in (tmp_path / first).iterdir())
-        assert (len(names), names[0], names[-1]) == (count, first, f"rank.{count - 1}")
-        output = output_to(str(tmp_path / "kept"), 2)
-    output.add(1, b"")
-    output.feed(1, 2, b"one\ntw")
-    output.feed(1, 2, b"")
-    written(output)
-    assert (tmp_path / "kept" / "rank.1" / "stderr").read_bytes() == b"one\ntw"
+    assert capfd.readouterr().err.rstrip() == "of 1\ntw"
+    assert [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)] == ["of 0\ntw", "of 1\ntw"]
+    assert [output.last_lines(rank) for rank in range(2)] == [["of 0", "tw"], ["of 1", "tw"]]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from kvstore_hvd.launch.state import End, Kill, Note, Settings, Start, Tell
 pytestmark = pytest.mark.alike
 
 HOSTS = ("a", "b", "c")
-HISTORIES, PARTS = 760, 4
+HISTORIES, PARTS = 480, 4
 
 
 class Actor:
@@ -107,7 +107,7 @@ class History:
             cooldown=(1.0, 10.0),
         )
         self.actors, self.leaving = {}, set()
-        self.hosts = {}  # but for those that are about to leave
+        self.discovered = {}
         self.generations = []
         self.worlds = {}  # of the generation that is being given out
         self.known_dead, self.synced, self.dismissed, self.kinds = set(), set(), set(), set()
@@ -198,6 +198,9 @@ class History:
         for machine in set(machines):
             news = [member in old for member in members if self.actors[member].identity == machine]
             assert news == sorted(news, reverse=True), "a newcomer comes before an old worker of its machine"
+            same = [rank for rank, other in enumerate(machines) if other == machine]
+            same.sort(key=lambda rank: self.job.slots.order(of_members[rank].slot))
+            assert [world["local_ranks"][rank] for rank in same] == list(range(len(same))), "not in the order of slots"
         self.generations.append(members)
         self.kinds.add("generation")
 
@@ -225,23 +228,22 @@ class History:
     def discover(self):
         rng = self.rng
         self.discovered = {host: rng.randint(1, 3) for host in HOSTS if rng.random() < 0.7}
-        self.see_hosts()
         self.job.hosts(self.discovered, self.now)
         self.apply()
 
-    def see_hosts(self):
-        self.hosts = {host: count for host, count in self.discovered.items() if host not in self.leaving}
+    @property
+    def hosts(self):
+        """But for those that are about to leave."""
+        return {host: count for host, count in self.discovered.items() if host not in self.leaving}
 
     def warn_of_host(self):
         host = self.rng.choice(HOSTS)
         self.leaving.add(host)
-        self.see_hosts()
         self.job.host_leaves(host, "a notice", 143, self.now)
         self.apply()
 
     def lose_host(self, host):
         self.leaving.discard(host)
-        self.see_hosts()
         for actor in self.actors.values():
             if actor.slot.host == host:
                 actor.exit(-9)
@@ -298,8 +300,8 @@ class History:
         # From here on all goes well, and the job has to come to its end.
         for host in set(self.leaving):
             self.lose_host(host)
-        self.hosts = self.discovered = {"a": 3, "b": 1}
-        self.job.hosts(self.hosts, self.now)
+        self.discovered = {"a": 3, "b": 1}
+        self.job.hosts(self.discovered, self.now)
         self.apply()
         for _ in range(20_000):
             if self.ending is not None:

@@ -72,7 +72,6 @@ def test_a_communicator_with_others_in_it():
 
 
 def test_names_of_the_modules():
-    """What programs import from the modules of ``horovod.mxnet``, each public name once."""
     assert len(set(hvd.__all__)) == len(hvd.__all__)
     needs_mxnet = {"DistributedOptimizer", "DistributedTrainer", "SyncBatchNorm"}
     assert not [name for name in hvd.__all__ if name not in needs_mxnet and not hasattr(hvd, name)]

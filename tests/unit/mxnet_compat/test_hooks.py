@@ -1,12 +1,14 @@
 """What is changed in MXNet: the store is registered, and its names create it; and what others ask about MXNet."""
 
+import pickle
+import re
 import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvstore_hvd import mxnet_compat
+from kvstore_hvd import errors, mxnet_compat
 from kvstore_hvd.mxnet_compat import graph, hooks
 from support.fake_store import V2, Fake, mx, network, store_class, trainer_of
 
@@ -65,3 +67,20 @@ def test_flags_of_graphs_are_read_as_mxnet_does(monkeypatch, value):
     mx.nd.CachedOp(data + 1, flags)  # which refuses what it does not know
     assert graph.has_static_shape(flags) == (str(value).lower() in ("1", "true"))
     assert len(graph.checked_flags(data, flags)) == 2
+
+
+def test_an_error_of_mxnet_in_one_line():
+    """MXNet puts a stack trace before its text."""
+    with pytest.raises(mx.base.MXNetError) as caught:
+        mx.nd.random.normal(0, -1, (2,)).wait_to_read()
+    assert str(caught.value).startswith("Traceback")
+    assert re.match("MXNetError: .*scale", hooks.in_one_line(caught.value))
+
+
+def test_every_class_of_errors_is_one_of_mxnets_too(world):
+    for cls in vars(errors).values():
+        if isinstance(cls, type) and issubclass(cls, errors.KVHvdError):
+            error = mx.base.error_types[cls.__name__]("a text\n  Fix: none")
+            again = pickle.loads(pickle.dumps(error))
+            assert (issubclass(type(error), mx.base.MXNetError), type(again)) == (True, cls)
+            assert str(error) == str(again) == "a text\n  Fix: none"

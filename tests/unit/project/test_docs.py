@@ -4,8 +4,6 @@ import argparse
 import re
 from pathlib import Path
 
-import pytest
-
 from kvstore_hvd import config, errors
 from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.launch.command import _parser
@@ -23,18 +21,13 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
-        if "://" in target:
-            continue
-        path, _, anchor = target.partition("#")
-        file = page.parent / path if path else page
-        assert file.exists(), f"{page.name} links to {target}: no such file"
-        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}: no such heading"
-
-
-def test_every_page_is_linked_from_the_readme():
+def test_links_lead_somewhere_and_to_every_page():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            found = "://" in target or (file.exists() and (not anchor or anchor in anchors(file)))
+            assert found, f"{page.name} links to {target}"
     linked = re.findall(r"\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text())
     assert {page.name for page in ROOT.glob("docs/*.md")} <= set(linked)
 

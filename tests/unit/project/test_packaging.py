@@ -86,7 +86,6 @@ def pyright(program):
 @pytest.mark.parametrize("checker", [mypy, pyright])
 @pytest.mark.parametrize("name", ["user_program.py", "user_errors.py"])
 def test_checkers_find_the_mistakes_and_nothing_else(tmp_path, name, checker):
-    """Checkers pass a right program, and find every mistake of a wrong one."""
     program = Path(shutil.copy(PROGRAMS / name, tmp_path))
     lines = program.read_text().splitlines()
     mistakes = {number for number, line in enumerate(lines, 1) if "# ERROR" in line}

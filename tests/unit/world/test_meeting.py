@@ -21,7 +21,6 @@ pytestmark = pytest.mark.timeout(90)
 
 
 def worlds(size, secret=b"s" * 32):
-    """The world of `size` ranks on this host, as each rank sees it."""
     job = f"test-{os.getpid()}-{next(JOBS)}"
     hosts = [Host.here()] * size
     return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in range(size)]
@@ -165,7 +164,6 @@ def test_a_server_with_another_secret_is_not_believed(pool, is_mute):
 
 
 def hello(peer, world, rank, pid, nonce):
-    """Say what a rank says to the server that has sent this nonce."""
     body = meeting._MAGIC + bytes(32) + meeting._HELLO.pack(rank, pid)
     peer.send(body + mac(world.secret, b"client", nonce, body))
 

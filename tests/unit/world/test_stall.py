@@ -55,7 +55,6 @@ class Stage:
 
 @pytest.fixture
 def stage():
-    """Make stages; what the package logs is caught."""
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
