@@ -18,10 +18,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
@@ -31,17 +32,17 @@ WORK = ROOT / "build/faults"
 BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
 MARKS = "not slow and not timing and not soak and not fuzz and not gpu"  # as in `make test`
 # The last words of pytest; the innermost frame of a test that hangs or crashes; a check of native/test_*.
-NAMES = (r"(?:FAILED|ERROR) (\S+::\S+|\S+\.py\b)", r"line \d+,? in (test_\w+)", r"check failed: (.*)")
+NAMES = (r"(?:FAILED|ERROR) (\S+::\S+)", r"line \d+,? in (test_\w+)", r"check failed: (.*)")
 LIMIT_S = 300.0  # of one run of a test
 COPIED = ("kvstore_hvd", "native", "build")  # the other entries of a copy of the checkout are symbolic links
 
 
 class Job(NamedTuple):
-    """Tests to run in a copy of the package with a fault; without a patch, to see that they pass."""
+    """Tests to run in a copy of the package where, in each of these files, a text is replaced by another one."""
 
     name: str
     tests: list[str]
-    patch: Optional[Path] = None
+    changes: Sequence[tuple[str, str, str]] = ()  # none: to see that the tests pass
 
 
 class Outcome(NamedTuple):
@@ -61,9 +62,17 @@ def must(*command: object, folder: Path = ROOT) -> str:
     return done.stdout
 
 
-def changed_by(patch: Path) -> set[str]:
-    """The files that a patch changes."""
-    return set(re.findall(r"^\+\+\+ b/(\S+)", patch.read_text(), re.MULTILINE))
+def faults() -> dict[str, Job]:
+    """Read all faults, by their names."""
+    jobs = {}
+    for text in "\n\n".join(file.read_text().rstrip() for file in sorted(HERE.glob("*.txt"))).split("\n\n"):
+        head, _, changed = text.split("\n", 2)
+        name, tests = head.removeprefix("== ").split(": ")
+        changes = []
+        for path, lines in re.findall(r"^([^ +-].*)\n((?:[ +-].*\n)+)", f"{changed}\n", re.MULTILINE):
+            changes.append((path, re.sub(r"(?m)^[ -]|^\+.*\n", "", lines), re.sub(r"(?m)^[ +]|^-.*\n", "", lines)))
+        jobs[name] = Job(name, tests.split(), changes)
+    return jobs
 
 
 def copy_of_checkout(job: Job) -> Path:
@@ -75,19 +84,18 @@ def copy_of_checkout(job: Job) -> Path:
         if entry.name not in COPIED:
             (copy / entry.name).symlink_to(entry)
     must("cp", "-al", ROOT / "kvstore_hvd", ROOT / "native", copy)
-    if job.patch is None:
-        return copy
-    changed = changed_by(job.patch)
-    for name in changed:  # hard links until now
-        (copy / name).unlink()
-        shutil.copy2(ROOT / name, copy / name)
-    must("patch", "-p1", "-s", "-F1", "-r-", "--no-backup-if-mismatch", "-i", job.patch, folder=copy)
-    if any(name.startswith("native/") for name in changed):
+    for name, old, new in job.changes:
+        text = "\n" + (copy / name).read_text()
+        if (times := text.count(f"\n{old}")) != 1:
+            raise OSError(f"{name} has the lines to change {times} times")
+        (copy / name).unlink()  # a hard link
+        (copy / name).write_text(text.replace(f"\n{old}", f"\n{new}")[1:])
+    if any(name.startswith("native/") for name, _, _ in job.changes):
         (copy / "build").mkdir()
         must("cp", "-a", *ROOT.glob("build/temp*"), ROOT / "build/units", copy / "build")
         for library in copy.glob("kvstore_hvd/_native*.so"):
             library.unlink()
-        must(*BUILD, folder=copy)
+        must("env", "KVHVD_OPTIMIZATION=-O1", *BUILD, folder=copy)
     return copy
 
 
@@ -104,7 +112,7 @@ def start_native(copy: Path, target: str, hosts: str, log: Path) -> list[int]:
         made = re.search(r" -o (\S+\.o) -c ", command)
         if made is None or headers > (folder / made[1]).stat().st_mtime:
             must("sh", "-c", re.sub(f"{ROOT}/(native|build/temp)", rf"{copy}/\1", command), folder=folder)
-    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1", "KVHVD_TEST_FIRST": "1"})
+    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1", "KVHVD_TEST_FIRST": "60"})
     if pid == 0:
         os.execv(folder / target, [target])
     return [pid]
@@ -206,7 +214,7 @@ def run(job: Job) -> Outcome:
     began, failure, test = time.monotonic(), "", ""
     try:
         copy = copy_of_checkout(job)
-        if job.patch is None:
+        if not job.changes:
             failure, test = failure_of(copy, job.tests), job.name
         else:
             for test in job.tests:
@@ -238,24 +246,23 @@ def without(outcomes: list[Outcome]) -> list[Job]:
 def main() -> int:
     """Plant the faults that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of faults, without .patch [all]")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of faults [all]")
     parser.add_argument("--tenth", metavar="SEED", help="a random tenth of all, the same for the same SEED")
     parser.add_argument("--of", nargs="+", metavar="FILE", help="the faults in these files of the sources")
     parser.add_argument("--lanes", type=int, default=(os.cpu_count() or 1) + 1, help="faults at a time [%(default)d]")
     options = parser.parse_args()
-    patches = [HERE / f"{name}.patch" for name in options.names] or sorted(HERE.glob("*.patch"))
-    if unknown := [patch.stem for patch in patches if not patch.exists()]:
+    known = faults()
+    if unknown := [name for name in options.names if name not in known]:
         sys.exit(f"no such fault: {' '.join(unknown)}")
+    jobs = [known[name] for name in options.names or known]
     if options.of:
-        patches = [each for each in patches if changed_by(each) & set(options.of)]
+        jobs = [job for job in jobs if {name for name, _, _ in job.changes} & set(options.of)]
     if options.tenth:
-        patches = random.Random(options.tenth).sample(patches, -(-len(patches) // 10))
-    if not patches:
+        jobs = random.Random(options.tenth).sample(jobs, -(-len(jobs) // 10))
+    if not jobs:
         return 0
     os.environ.update(KVHVD_TIMEOUT="20", OMP_NUM_THREADS="1", KVHVD_BUILD_JOBS="1")
     must(*BUILD)
-    os.environ["KVHVD_OPTIMIZATION"] = "-O1"
-    jobs = [Job(each.stem, each.read_text().split("\n")[0].removeprefix("tests:").split(), each) for each in patches]
     targets = {test.partition("/")[2] for job in jobs for test in job.tests if test.startswith("native")}
     if targets:
         objects = next((ROOT / "build").glob("temp.*"))
@@ -283,7 +290,7 @@ def main() -> int:
     counts = Counter(re.split("[-/@]", outcome.test)[0] for outcome in caught)
     tiers = ", ".join(f"{tier} {count}" for tier, count in counts.items())
     names = " ".join(outcome.job.name for outcome in survived)
-    print(f"caught {len(caught)} of {len(patches)}: {tiers}; survived: {names or 'none'}")
+    print(f"caught {len(caught)} of {len(jobs)}: {tiers}; survived: {names or 'none'}")
     print(*red, sep="\n")
     return 1 if survived or red else 0
 

@@ -20,7 +20,7 @@ SHELL = f"--rsh-command {Path(__file__).parents[1] / 'support' / 'remote_shell.p
 PLACE = """
 names = ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')
 place = [int(os.environ['HOROVOD_' + name]) for name in names]
-mine = [os.environ[name] for name in ('KVHVD_SLOT', 'MINE')]
+mine = [os.environ[name] for name in ('KVHVD_SLOT', 'MINE', 'DISPLAY')]
 report(rank=rank, place=place, mine=mine, hosts=os.environ.get('KVHVD_HOSTS', '').split(',')[1:],
        is_there=os.environ['HOME'] == '/there', folder=os.getcwd(), stdin=sys.stdin.read())
 """
@@ -45,7 +45,7 @@ def test_workers_get_their_places(run, tmp_path, options, is_there):
     (tmp_path / "input").write_text("given")
     hosts = "node1:1,localhost:2,node2:1"
     with (tmp_path / "input").open() as file:
-        job = run(f"-np 4 {SHELL} -H {hosts} {options} -x MINE=ä=", PLACE, stdin=file, MINE="another")
+        job = run(f"-np 4 {SHELL} -H {hosts} {options} -x MINE=ä= -x DISPLAY=", PLACE, stdin=file, MINE="another", DISPLAY=":1")
     assert job.err == ""
     reports = job.reports()
     assert [one["place"] for one in reports] == [
@@ -55,7 +55,7 @@ def test_workers_get_their_places(run, tmp_path, options, is_there):
         [3, 4, 0, 1, 2, 3],
     ]
     slots = ["node1:0", "localhost:0", "localhost:1", "node2:0"]
-    assert [one["mine"] for one in reports] == [[slot, "ä="] for slot in slots]
+    assert [one["mine"] for one in reports] == [[slot, "ä=", ""] for slot in slots]
     assert [one["is_there"] for one in reports] == is_there
     assert {(one["folder"], one["stdin"]) for one in reports} == {(str(tmp_path), "")}
     me = os.uname().nodename

@@ -13,7 +13,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.elastic import GluonState
 from kvstore_hvd.world import process
 from support.arrays import assert_same_bits
-from support.gluon import OwnCompression, array, assert_alike, batch_of, mlp, parameters, train, weights
+from support.gluon import OwnCompression, array, assert_alike, backward, batch_of, mlp, parameters, train, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -135,7 +135,11 @@ EXCHANGES = ["Trainer", "compressing Trainer", "optimizer"]
 
 @pytest.mark.parametrize(
     ("loads", "momentum", "exchanges"),
-    [*zip(LOADS, [0.9, 0.0] * 3, EXCHANGES * 2), *(("one", 0.9, each) for each in EXCHANGES[:1] + EXCHANGES[2:])],
+    [
+        *zip(LOADS, [0.9, 0.0] * 3, EXCHANGES * 2),
+        *(("one", 0.9, each) for each in EXCHANGES[:1] + EXCHANGES[2:]),
+        ("another number", 0.9, "Trainer"),
+    ],
 )
 def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_path):
     """States or counts that one worker has loaded, and no other: the first step says so on all, with a fix."""
@@ -157,18 +161,21 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_p
 
     net, trainer = make()
     step(net, trainer)
+    if loads == "another number" and rank == size - 1:
+        backward(net, [batch_of(rank)])
+        trainer.update(4)
     trainer.save_states(str(tmp_path / "states"))
     net, trainer = make()
     if loads == "before Trainers" and rank != size - 1:
         for parameter in parameters(net):
             parameter._trainer = None
-    if loads == "all" or rank == size - 1:
+    if loads in ("all", "another number") or rank == size - 1:
         trainer.load_states(str(tmp_path / "states"))
     if loads.startswith("before"):
         hvd.broadcast_parameters(parameters(net), size - 1)
     if loads == "broadcast":
         hvd.broadcast_trainer_states(trainer, size - 1)
-    if loads in ("one", "before Trainers") and size > 1:
+    if loads in ("one", "another number", "before Trainers") and size > 1:
         with pytest.raises(kvstore_hvd.MismatchError, match=r"(?s)states of the optimizer.*broadcast_trainer"):
             step(net, trainer)
         member = process.current().member  # what the other parameters say would be raised by the next test

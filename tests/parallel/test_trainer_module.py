@@ -9,6 +9,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.world import process
+from support.arrays import assert_equal_on_all_ranks
 from support.gluon import assert_alike, is_mxnet_2, mlp, samples, weights
 
 mx = pytest.importorskip("mxnet")
@@ -82,6 +83,8 @@ def test_bucketing_module(rank, size):
     module.init_params(arg_params=first_weights(rank))
     optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=0.1, rescale_grad=1.0 / BATCH))
     module.init_optimizer(kvstore="horovod", optimizer=optimizer)
+    for name, values in sorted(module.get_params()[0].items()):
+        assert_equal_on_all_ranks(values.asnumpy(), name)
     for key in (1, 2, 1):
         batch = mx.io.DataBatch([mx.nd.array(data)], [mx.nd.array(labels)], 0, None, key, *shapes)
         module.forward_backward(batch)

@@ -41,7 +41,7 @@ def test_defaults():
         ("KVHVD_START_TIMEOUT", " 7 ", "start_timeout_s", 7.0),
         ("KVHVD_LOG_LEVEL", "TRACE", "log_level", "debug"),
         ("HOROVOD_LOG_LEVEL", "fatal", "log_level", "critical"),
-        ("KVHVD_SIMD", "AVX2", "simd", "avx2"),
+        ("KVHVD_SIMD", " AVX2 ", "simd", "avx2"),
         ("KVHVD_NUMPY_SHIM", "off", "numpy_shim", False),
         ("KVHVD_TIMELINE", "DYNAMIC", "timeline", "DYNAMIC"),
         ("HOROVOD_THREAD_AFFINITY", "0, 3,1", "thread_affinity", (0, 3, 1)),

@@ -6,6 +6,7 @@ The gradients of a step are one call of the adapter; the second rank submits eac
 import contextlib
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,16 @@ def test_an_error_is_raised_where_its_array_is_read_with_its_class_and_text(pair
     with pytest.raises(errors.MismatchError, match="rank 1/2"):
         pair.other.wait(work)
     assert pair.adapter.take_unread_error() is None
+
+
+def test_an_unread_error_counts_the_others(pair):
+    arrays = [mx.nd.array(ramp((4,))) for _ in range(3)]
+    for name, array, size in zip("abc", arrays, (5, 5, 4)):
+        pair.pushpull(name, [array], [array])
+        with pytest.raises(errors.MismatchError) if size == 5 else contextlib.nullcontext():
+            pair.other.wait(pair.submit(name, ramp((size,))))
+    arrays[2].wait_to_read()  # by then the others have failed
+    assert re.search(r"allreduce 'a'(?s:.*)\(1 other operation failed too\.\)", str(pair.adapter.take_unread_error()))
 
 
 @pytest.mark.parametrize("where", ["input", "output", "before the call", "nobody reads"])

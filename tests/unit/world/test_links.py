@@ -193,7 +193,7 @@ def test_addresses_that_do_not_answer(listeners, setting, monkeypatch):
 def test_addresses(listeners, setting):
     port = listeners[0].getsockname()[1]
     assert all(each.endswith(f":{port}") for each in own_addresses(listeners[0]))
-    for chosen in ("lo", "127.0.0.0/8", "nothing0,lo"):
+    for chosen in ("lo", "127.0.0.0/8", "127.9.9.9/8", "nothing0,lo"):
         setting(KVHVD_NETWORK_INTERFACES=chosen)
         assert own_addresses(listeners[0]) == [f"127.0.0.1:{port}"]
     setting(KVHVD_NETWORK_INTERFACES="nothing0")

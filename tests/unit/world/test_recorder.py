@@ -136,6 +136,9 @@ def test_calls_without_a_name_have_a_row_together(tmp_path):
     spans = trace.row(0, "allreduce.noname")
     assert len(spans) == 2 * 99
     assert spans[-1]["args"]["name"] == "hvd/allreduce.noname.99"
+    overlapping = [event(f"hvd/allreduce.noname.{i}", 2000 + 1000 * i) for i in (1, 2)]
+    write_trace(str(target), [write_part(target, header(0, 1), *overlapping)])
+    assert len(Trace(target).names(0)) == 2
 
 
 def test_process_sets_have_rows_of_their_own(tmp_path):
