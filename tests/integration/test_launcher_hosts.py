@@ -45,7 +45,13 @@ def test_workers_get_their_places(run, tmp_path, options, is_there):
     (tmp_path / "input").write_text("given")
     hosts = "node1:1,localhost:2,node2:1"
     with (tmp_path / "input").open() as file:
-        job = run(f"-np 4 {SHELL} -H {hosts} {options} -x MINE=ä= -x DISPLAY=", PLACE, stdin=file, MINE="another", DISPLAY=":1")
+        job = run(
+            f"-np 4 {SHELL} -H {hosts} {options} -x MINE=ä= -x DISPLAY=",
+            PLACE,
+            stdin=file,
+            MINE="another",
+            DISPLAY=":1",
+        )
     assert job.err == ""
     reports = job.reports()
     assert [one["place"] for one in reports] == [
