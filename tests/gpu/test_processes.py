@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "tests" / "support" / "gpu_process.py"
 SANITIZER = shutil.which("compute-sanitizer") or shutil.which(
     "compute-sanitizer", path="/usr/local/cuda/bin:/usr/local/cuda/compute-sanitizer"
 )
@@ -71,26 +70,6 @@ def environment():
     # Packages may have been installed beside the interpreter's own.
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "CUDA_MODULE_LOADING": "EAGER"}
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_processes_that_share_a_gpu(device, tmp_path, size):
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(rank), str(size), str(tmp_path)],
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        outputs = [process.communicate(timeout=110)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert [output.strip().splitlines()[-1:] for output in outputs] == [["all right"]] * size, "\n".join(outputs)
 
 
 @pytest.mark.skipif(SANITIZER is None, reason="compute-sanitizer is not installed")
