@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the tests of what has changed, or those that are named: ./t [--ranks N] [NAME...] [-- PYTEST-ARGUMENT...]
 
-NAME is a file, file::test, a folder, a part of a file's name (`pushpull`, `parallel/join`), a folder of the package
+NAME is a file, file::test, a folder, a part of a file's name (`sparse`, `parallel/join`), a folder of the package
 (`store`: all that concerns it), or a C++ test (`test_engine`; `test_engine@2`: over two hosts). Without names,
 `git status` chooses. Native sources that have changed are compiled first. Each failure is shown once, with its ranks;
 logs stay in build/t. Slow and timed tests run only where their file is named. Without names, the planted faults of the
