@@ -181,7 +181,7 @@ const bool full_table = testing::add("so is one that dies with the table's lock 
     while (!is_full) usleep(1000);
     Alarm alarm(segment->world(), 1, std::chrono::seconds(1));
     segment->world().table_lock.lock(alarm);
-    usleep(400000);  // some looks of the survivor's watcher
+    usleep(1500000);  // some looks of the survivor's watcher, on a busy machine too
     kill(getpid(), SIGKILL);
     return 1;
   });
