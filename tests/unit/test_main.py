@@ -4,11 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kvstore_hvd
 from kvstore_hvd.__main__ import main
 from support.jobs import variables_of
 from support.patience import patient
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(kvstore_hvd.__file__).resolve().parents[1]
 LIMIT_S = patient(60)
 
 PROGRAM = """
