@@ -168,7 +168,7 @@ class _Generator:
                 if faulty and draw.random() < 0.3:
                     self._fault(operation)
                 self._operations.append(operation)
-        # Thirty programs in a row have every fault of every kind.
+        # Forty programs in a row have every fault of every kind.
         for i in range(4 if faulty and size > 1 else 0):
             kind, fault = _FAULTS[(self._seed // 2 * 4 + i) % len(_FAULTS)]
             for _ in range(50):

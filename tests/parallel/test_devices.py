@@ -13,7 +13,7 @@ from kvstore_hvd.mxnet import gathers
 from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, sum_of_ranks
 from support.host_executor import HostExecutor
-from support.waiting import wait_until
+from support.patience import until
 
 mx = pytest.importorskip("mxnet")
 # MXNet 1 asks SciPy for a module that has moved.
@@ -132,7 +132,7 @@ def test_a_lost_world_ends_what_is_under_way(executors, rank, size):
     kvstore_hvd.barrier()
     executors[0].hangs = True
     work = engine.submit(request(np.ones(5, np.float32), "hangs"))
-    wait_until(lambda: len(executors[0].batches) == 2)
+    until(lambda: len(executors[0].batches) == 2)
     kvstore_hvd.barrier()
     if rank == 0:
         process.current().abort("the test ends it")

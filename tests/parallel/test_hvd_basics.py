@@ -13,7 +13,7 @@ from kvstore_hvd.gpu import runtime
 from kvstore_hvd.mxnet import basics
 from support.arrays import by_host
 from support.launched import launched
-from support.waiting import in_child
+from support.patience import in_child
 
 mx = pytest.importorskip("mxnet")
 

@@ -16,7 +16,7 @@ from kvstore_hvd.world import process
 from kvstore_hvd.world.member import SetMember
 from support.gluon import batch_of, mlp, train, weights
 from support.joinables import Counter
-from support.waiting import wait_until
+from support.patience import until
 
 mx = pytest.importorskip("mxnet")
 
@@ -185,9 +185,9 @@ def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
         if rank == 1:
             waiting = hvd.allreduce(mx.nd.ones((2,)), name="x", process_set=few)  # rank 0 never comes
         if rank == 0:
-            wait_until(lambda: inner.engine().missed(1))
+            until(lambda: inner.engine().missed(1))
             process.current().abort("this is a test")
-        wait_until(inner.engine().health)
+        until(inner.engine().health)
         if rank == 1:
             with pytest.raises(kvstore_hvd.errors.TransportError, match="this is a test"):
                 waiting.wait_to_read()

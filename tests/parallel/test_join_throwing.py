@@ -11,7 +11,7 @@ from kvstore_hvd.world import process
 from support import gluon
 from support.gluon import array, assert_alike, weights
 from support.joinables import Nothing
-from support.waiting import wait_until
+from support.patience import until
 
 mx = pytest.importorskip("mxnet")
 nn = mx.gluon.nn
@@ -188,7 +188,7 @@ def test_errors_that_nobody_reads_are_raised_again_after_it(rank, size):
     run_epoch(lambda x: joinable.step(), [1 + (each > 0) for each in range(size)], rank, 0, [joinable])
     failing = hvd.allreduce(mx.nd.ones((2 + (rank == 0),)), name="failing")
     with pytest.raises(MismatchError, match="'failing'"):
-        wait_until(process.current().member.check)
+        until(process.current().member.check)
     del failing
     assert_nothing_is_left(size)
 

@@ -10,7 +10,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, TransportError, UnsupportedDtypeError
 from kvstore_hvd.world import process
 from support.gluon import is_mxnet_2
-from support.waiting import wait_until
+from support.patience import until
 
 mx = pytest.importorskip("mxnet")
 
@@ -126,7 +126,7 @@ def test_errors_that_met_failing_calls_are_all_told(kv, rank, size):
             told += str(error)
         return "'first'" in told and "'second'" in told
 
-    wait_until(are_told)
+    until(are_told)
     for x in arrays:
         assert x.asnumpy().tolist() == [1] * x.size
 
@@ -185,7 +185,7 @@ def test_a_lost_world(world, rank, size):
         process.current().abort("this is a test")
         with pytest.raises(TransportError, match="this is a test"):
             x.asnumpy()
-    wait_until(process.current().member.engine().health)
+    until(process.current().member.engine().health)
     for call in (
         *(lambda store=store: store.pushpull("x", x) for store in stores),
         lambda: stores[0].broadcast("x", x),

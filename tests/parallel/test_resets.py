@@ -17,7 +17,7 @@ from kvstore_hvd.world import process
 from kvstore_hvd.world.topology import exchange
 from support.gluon import gradients, parameters
 from support.networks import built, step, trainer_of
-from support.waiting import wait_until
+from support.patience import until
 from support.zero_copy import lies_in_arena, meet_again
 
 mx = pytest.importorskip("mxnet")
@@ -76,7 +76,7 @@ def assert_held(before, size):
 
     It may be less: when `before` was counted, a thread of the world that had just been left may not have ended yet.
     """
-    wait_until(lambda: all(now <= then for now, then in zip(held(), before)), lambda: f"{held()}, not {before}")
+    until(lambda: all(now <= then for now, then in zip(held(), before)), lambda: f"{held()}, not {before}")
     assert watched() <= before[1] * (size - 1)
 
 
@@ -167,14 +167,14 @@ def test_arrays_keep_their_world_and_no_other(rank, size, no_collector):
     mx.nd.waitall()
     for _ in range(3):
         meet_again()
-    wait_until(lambda: mapped() == before[1] + (size > 1))
+    until(lambda: mapped() == before[1] + (size > 1))
     assert all((array == rank).all() for array in gradients(net))
     del net, array
     gc.collect()  # a net has cycles of its own
     mx.nd.waitall()
-    wait_until(lambda: mapped() == before[1] + (size > 1))
+    until(lambda: mapped() == before[1] + (size > 1))
     arrays.clear()
-    wait_until(lambda: mapped() == before[1])
+    until(lambda: mapped() == before[1])
     assert_held(before, size)
 
 

@@ -14,8 +14,8 @@ from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.world import process
 from kvstore_hvd.world.topology import clock_ahead
 from support.gluon import batch_of, mlp, parameters, train
+from support.patience import in_child
 from support.timeline import Trace, parts_of
-from support.waiting import in_child
 from support.zero_copy import meet_again
 
 mx = pytest.importorskip("mxnet")

@@ -13,7 +13,7 @@ from kvstore_hvd.world import process
 from support import gluon
 from support.arrays import assert_same_bits, contribution, expected_sum, sum_of_ranks
 from support.gluon import array, assert_trained, is_mxnet_2, mlp, network, parameters
-from support.waiting import wait_until
+from support.patience import until
 from support.zero_copy import meet_again, zero_copy
 
 mx = pytest.importorskip("mxnet")
@@ -391,7 +391,7 @@ def test_ignore_stale_grad_on_one_worker(rank, size):
     engine = process.current().member.engine()
 
     def abort():
-        wait_until(lambda: engine.waiting(0.0))
+        until(lambda: engine.waiting(0.0))
         process.current().abort("the test says so")
 
     if rank == 0:
@@ -400,5 +400,5 @@ def test_ignore_stale_grad_on_one_worker(rank, size):
         with pytest.raises(HorovodInternalError, match=r"allreduce 'fresh gradients \(ignore_stale_grad=True\)'"):
             trainer.step(1, ignore_stale_grad=True)
         ends.join()
-    wait_until(engine.health)
+    until(engine.health)
     process.current().reset()

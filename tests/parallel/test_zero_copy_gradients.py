@@ -12,7 +12,7 @@ from kvstore_hvd.config import config
 from support.arrays import assert_same_bits, contribution, expected_sum
 from support.gluon import array, assert_alike, gradients, parameters, weights
 from support.networks import BATCH, MODES, backward, batch, built, sequential, step, trainer_of
-from support.waiting import in_child
+from support.patience import in_child
 from support.zero_copy import are_in_arena, arena, both, bytes_in_place, gradient_bytes, meet_again, settings, zero_copy
 
 mx = pytest.importorskip("mxnet")
