@@ -197,3 +197,29 @@ kvstore_hvd.barrier()
         # A control group may allow less than that, too.
         does_not_spin = cores[0] == cores[1] or not suffice([describe()] * 2)
         assert err.count("a worker that waits does not spin") == 2 * does_not_spin, err
+
+
+@pytest.mark.slow
+def test_what_mxnet_has_not_come_to_is_waited_for(run):
+    """A layer that needs the other workers submits what it exchanges as MXNet computes it: there is a world then."""
+    program = """
+import mxnet as mx
+import kvstore_hvd.mxnet as hvd
+hvd.init()
+net = mx.gluon.nn.HybridSequential()
+net.add(*(hvd.SyncBatchNorm(in_channels=3) for _ in range(4)))
+net.initialize()
+trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd', {'learning_rate': 0.1})
+def train():
+    for _ in range(3):
+        with mx.autograd.record():
+            loss = net((mx.np if mx.__version__.startswith('2') else mx.nd).ones((4, 3))).sum()
+        loss.backward()
+        trainer.step(4)
+train()
+hvd.shutdown()
+hvd.init()
+train()
+"""
+    job = run("-np 2", program)
+    assert "Error" not in job.out + job.err
