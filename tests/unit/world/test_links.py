@@ -117,7 +117,8 @@ def test_crowds_of_strangers_hold_nobody_up(listeners, setting, says):
             ended = select.select(crowd, [], [], 0)[0]  # the ones beyond the limit
         finally:
             is_over.set()
-    assert len(ended) >= 3 * (100 - links._MOST_STRANGERS) - 3
+    # The first two hosts take in their crowds before the hosts that call them; nobody calls the last one.
+    assert len(ended) >= 2 * (100 - links._MOST_STRANGERS)
 
 
 def test_a_stranger_that_has_read_a_hello_is_refused(listeners, setting):
