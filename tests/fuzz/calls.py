@@ -269,6 +269,8 @@ class Calls:
             arrays.results.append(array)
             if type(array) is not type(arrays.inputs[tensor][0]):
                 arrays.differences.append(f"the result is a {type(array).__name__}")
+            elif getattr(array, "context", None) != getattr(arrays.inputs[tensor][0], "context", None):
+                arrays.differences.append(f"the result lies on {array.context}")
 
     def _call_store(self, operation: Operation, arrays: Arrays, draw: random.Random, fault: Optional[Fault]) -> None:
         store = self._stores[operation.store]

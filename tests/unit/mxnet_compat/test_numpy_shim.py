@@ -70,7 +70,7 @@ def test_the_numpy_that_is_installed_gets_all_names():
 
 def test_texts_and_arrays():
     assert numpy_shim._plain([np.float64(1.0), np.float32(0.5)]) == "[1.0, 0.5]"
-    assert numpy_shim._plain(((np.int64(1), 2), [np.bool_(True)])) == "((1, 2), [True])"
+    assert numpy_shim._plain(((np.int64(1), 2), (3,), [np.bool_(True)])) == "((1, 2), (3,), [True])"
 
     class Fake:
         def asnumpy(self):
