@@ -125,6 +125,7 @@ class Driver:
                 self._give_up_at = now + _KILL_TAKES_S
                 self._daemons.give_up()
             self._turn(self._give_up_at)
+            self._daemons.act_on_time(self._on_lost_host)  # without another wait when the last one has gone
         # Left by daemons that were killed together with their guards.
         for pause_s in processes.end_children(min(processes.LEFT_GRACE_S, grace_s), self._spare):
             time.sleep(pause_s)
