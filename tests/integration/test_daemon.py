@@ -198,6 +198,8 @@ def test_one_that_is_deaf_to_its_end_is_killed_after_the_grace(launcher):
     launcher.start(0, DEAF)
     launcher.next("from", 0)
     launcher.send("signal", worker=0, signal=signal.SIGUSR1)
+    for number in (signal.SIGSTOP, signal.SIGCONT):  # Ctrl-Z and fg
+        launcher.send("signal", worker=None, signal=number)
     for _ in range(2):
         launcher.next("beat")  # it lives: its end would be passed over here, and missed below
     launcher.send("signal", worker=0, signal=signal.SIGTERM)
