@@ -126,9 +126,10 @@ def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(ru
     assert fix.startswith("  Fix: try ")
 
 
-def test_a_host_that_comes_late(start):
+def test_a_host_that_comes_late(start, tmp_path):
     """As under Kubernetes, where names come late. Nothing is started before it is there."""
-    job = start(f"{SHELL} -H localhost:1,late:1,refused:1 -np 2", "say('begun')")
+    (tmp_path / "ssh").symlink_to(SHELL.split()[1])
+    job = start(f"--rsh-command {tmp_path}/ssh -H localhost:1,late:1,refused:1 -np 2", "say('begun')")
     job.until_printed("host late is not there yet, and is tried again for 30 s (--start-timeout): ")
     assert job.out == ""
     err = job.go("late").end().err

@@ -48,7 +48,8 @@ def pass_on(to: int, back: int, end: Callable[[], object]) -> None:
 
 def main() -> None:
     """Be the shell."""
-    host, *words = sys.argv[1:]
+    is_ssh = os.path.basename(sys.argv[0]) == "ssh"  # which gets options of its own
+    host, *words = sys.argv[sys.argv.index("--") + 1 if is_ssh else 1 :]
     if host == "--serve":
         with socket.create_server(("", int(words[0]))) as server:
             print("ready", flush=True)

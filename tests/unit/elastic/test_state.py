@@ -2,6 +2,7 @@
 
 import fcntl
 import importlib
+import math
 import os
 import socket
 import threading
@@ -44,8 +45,9 @@ def test_attributes_roll_back():
 
 @pytest.fixture
 def job_checkpoint(monkeypatch, tmp_path):
-    settings = SimpleNamespace(checkpoint=str(tmp_path / "kept"), checkpoint_every_s=0)
+    settings = SimpleNamespace(checkpoint=str(tmp_path / "kept"), checkpoint_every_s=600)
     monkeypatch.setattr(checkpoint, "config", lambda: settings)
+    monkeypatch.setattr(checkpoint, "_tried", -math.inf)
     monkeypatch.setattr(checkpoint, "_state", None)
     return settings
 
@@ -69,7 +71,6 @@ def test_the_jobs_checkpoint(job_checkpoint, monkeypatch, tmp_path, caplog):
     ranks[0] = 0
     one.commit()
     assert kept(tmp_path) == 1
-    job_checkpoint.checkpoint_every_s = 600
     one.step = 2
     one.commit()
     assert kept(tmp_path) == 1

@@ -10,6 +10,7 @@ from collections import deque
 
 import pytest
 
+from kvstore_hvd.base.channel import TO_WORKER, take
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.state import End, Kill, Note, Settings, Start, Tell
 
@@ -130,6 +131,7 @@ class History:
             self.check_start(action)
         elif isinstance(action, Tell):
             assert action.worker not in self.known_dead, "words to a dead worker"
+            assert take(action.message, TO_WORKER) == action.message
             self.kinds.add(action.message["t"])
             if action.message["t"] == "world":
                 self.worlds[action.worker] = action.message
