@@ -37,13 +37,16 @@ def listeners():
         yield [make() for _ in range(3)]
 
 
-def worlds(listeners, ranks_by_host=((0, 2), (1, 4), (3,)), secrets=(b"s", b"s", b"s"), **fields):
-    size = sum(map(len, ranks_by_host))
-    of = {rank: host for host, ranks in enumerate(ranks_by_host) for rank in ranks}
-    addresses = tuple((f"127.0.0.1:{listeners[of[rank]].getsockname()[1]}",) for rank in range(size))
-    hosts, job = [Host(f"node{of[rank]}", str(of[rank])) for rank in range(size)], f"job{next(JOBS)}"
+def worlds(listeners, ranks_by_host=((2, 0), (1, 4), (3,)), secrets=(b"s", b"s", b"s"), **fields):
+    """Of the first rank of each host, which has local rank 0 and listens for it."""
+    places = {rank: (host, place) for host, ranks in enumerate(ranks_by_host) for place, rank in enumerate(ranks)}
+    of, local = zip(*(places[rank] for rank in range(len(places))))
+    ports = [0 if local_rank else listeners[host].getsockname()[1] for host, local_rank in zip(of, local)]
+    addresses = tuple((f"127.0.0.1:{port}",) for port in ports)
+    hosts, job = [Host(f"node{host}", str(host)) for host in of], f"job{next(JOBS)}"
+    how = {"source": "launcher", "local_rank_of": local}
     return [
-        World(Topology.of(ranks[0], hosts, source="launcher"), job, secret * 32, addresses=addresses, **fields)
+        World(Topology.of(ranks[0], hosts, **how), job, secret * 32, addresses=addresses, **fields)
         for ranks, secret in zip(ranks_by_host, secrets)
     ]
 
@@ -128,7 +131,8 @@ def test_a_stranger_that_has_read_a_hello_is_refused(listeners, setting):
     where = listeners[0].getsockname()
     with socket.create_server(("127.0.0.1", 0)) as impostor, ThreadPoolExecutor(1) as pool:
         place = (f"127.0.0.1:{impostor.getsockname()[1]}",)
-        of_all[2] = dataclasses.replace(of_all[2], addresses=(place, *of_all[2].addresses[1:]))
+        others = of_all[2].addresses
+        of_all[2] = dataclasses.replace(of_all[2], addresses=(*others[:2], place, *others[3:]))
 
         def overhear():
             called = impostor.accept()[0]
@@ -152,7 +156,7 @@ def test_a_host_with_another_secret_and_one_that_calls_another(listeners, settin
     """The latter for example after two hosts have exchanged their addresses."""
     setting(KVHVD_START_TIMEOUT="1")
     of_all = worlds(listeners, secrets=(b"s", b"s", secret))
-    first, second, third = (of_all[0].addresses[rank] for rank in (0, 1, 3))
+    first, second, third = (of_all[0].addresses[rank] for rank in (2, 1, 3))
     if secret == b"s":
         of_all[2] = dataclasses.replace(of_all[2], addresses=(second, first, second, third, first))
     results = connect(listeners, of_all)
