@@ -187,8 +187,12 @@ def test_in_place_is_refused(rank, size):
     x.attach_grad()
     with mx.autograd.record():
         y = x * 2
-        calls = (hvd.allreduce_, lambda a: hvd.grouped_allreduce_([a]), lambda a: hvd.broadcast_(a, 0))
-        for call in calls:
+        for call in (
+            hvd.allreduce_,
+            lambda a: hvd.allreduce_(a, name="named"),
+            lambda a: hvd.grouped_allreduce_([a]),
+            lambda a: hvd.broadcast_(a, 0),
+        ):
             with pytest.raises(kvstore_hvd.InvalidRequestError, match="cannot be overwritten"):
                 call(y)
             call(other)

@@ -9,6 +9,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet_compat import dtype_name
+from kvstore_hvd.store.kvstore import Horovod
 from kvstore_hvd.world import process
 from support import gluon
 from support.arrays import assert_same_bits
@@ -43,6 +44,13 @@ def test_trains_as_one_worker_with_all_data(rank, size, form, factor, compressio
         report = trainer._kvstore.report()["keys"]
         assert all("a." in key for key in report)
         assert {entry["algorithm"] for entry in report.values()} <= {"direct", "inline"}
+
+
+def test_gradients_of_the_first_layers_come_first(rank, monkeypatch):
+    optimizer, arrays, seen = hvd.DistributedOptimizer(mx.optimizer.SGD()), [mx.nd.ones(1)] * 2, []
+    monkeypatch.setattr(Horovod, "pushpull", lambda _, key, value, priority: seen.append((key, priority)))
+    optimizer.update([3, 4], arrays, arrays, [None] * 2)
+    assert seen == [(3, -3), (4, -4)]
 
 
 def test_compressors(kind):

@@ -214,6 +214,10 @@ def test_exported(rank, size, tmp_path):
     theirs = convolutions(nn.BatchNorm)
     theirs.load_parameters(path)
     np.testing.assert_allclose(theirs(x).asnumpy(), net(x).asnumpy(), rtol=1e-4, atol=1e-5)
+    for block in (loaded, theirs):
+        with mx.autograd.record():
+            block(x).backward()
+    np.testing.assert_allclose(theirs(x).asnumpy(), loaded(x).asnumpy(), rtol=1e-4, atol=1e-5)
     theirs.save_parameters(path)
     net.load_parameters(path)
 

@@ -137,6 +137,8 @@ def test_lines_may_begin_with_the_time(monkeypatch, capsys):
     monkeypatch.delenv("HOROVOD_LOG_HIDE_TIME")
     module.reload()
     log.logger.warning("then")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    log.logger.warning("to the handlers of the program")
     first, second = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"\d\d:\d\d:\d\d (\[rank .*\] )?kvstore_hvd warning: now", first)
     assert second.endswith("kvstore_hvd warning: then")

@@ -34,7 +34,7 @@ def test_a_script_finds_itself_its_arguments_and_its_neighbours(tmp_path):
     folder = tmp_path / "sub"
     folder.mkdir()
     (folder / "neighbour.py").write_text("")
-    (folder / "train.py").write_text("import neighbour\n" + PROGRAM)
+    (folder / "train.py").write_text("import neighbour\nx: 1 + 1\nassert __annotations__ == {'x': 2}\n" + PROGRAM)
     done = run("sub/train.py", "-v", "--lr", "1", cwd=tmp_path)
     told = ["__main__ True ['-v', '--lr', '1'] kept", f"{folder} True", "at exit kept"]
     assert (done.returncode, done.stderr, done.stdout.splitlines()) == (0, "", told)

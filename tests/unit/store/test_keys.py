@@ -48,6 +48,7 @@ def test_forms(given, expected):
         (([3, "w"], [A, B]), TypeError, r": int and str keys are mixed: \[3, 'w'\]\.\n  Fix: use one kind of key\."),
         (("w", [[A]]), TypeError, r" 'w': value is a list, which is not an array of MXNet\.\n  Fix: "),
         ((["v", "w"], [A]), InvalidRequestError, r": there are 2 keys, but value has 1 entries\.\n  Fix: "),
+        ((["v", "w"], [A, B, C]), InvalidRequestError, r": there are 2 keys, but value has 3 entries\.\n  Fix: "),
         ((["a", "\ud800"], [A, B]), InvalidRequestError, r".*: .* cannot be written down"),
         (([1, 10**5000], [A, B]), InvalidRequestError, r".*: .* cannot be written down"),
         ((3, A, []), InvalidRequestError, r" \(key 3\): out is empty\.\n  Fix: "),

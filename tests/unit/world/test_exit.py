@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.world import exit as exit_module
-from kvstore_hvd.world.exit import early_end
+from kvstore_hvd.world.exit import ExitWatchdog, early_end
 from support.patience import patient
 
 
@@ -37,6 +38,16 @@ def test_an_unhandled_exception_is_the_reason(monkeypatch, attributes, reason):
     flags = SimpleNamespace(interactive=attributes.get("interactive", 0))
     monkeypatch.setattr(exit_module, "sys", SimpleNamespace(flags=flags, **attributes))
     assert early_end("rank 3") == reason
+
+
+def test_the_limit_begins_anew_with_each_operation_that_completes():
+    counts, watchdog = iter([(0, 2), (0, 2), (1, 1), (1, 1)]), ExitWatchdog()
+    engine = SimpleNamespace(counts=lambda: next(counts, (1, 1)), waiting=lambda age_s: [])
+    engine.abort = lambda text: watchdog.left.set()
+    began = time.monotonic()
+    watchdog.leaving(1.0, lambda: [engine], "", is_early=False)
+    assert watchdog.left.wait(patient(60))
+    assert time.monotonic() - began > 1.0
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
