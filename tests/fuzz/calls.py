@@ -196,7 +196,7 @@ class Calls:
             if kind == "op":
                 op = {"sum": "average", "average": "sum", "min": "max", "max": "min", "product": "sum"}[op]
             more["op"] = _OPS[op]
-            more["prescale_factor"] = operation.prescale + (kind == "scale")
+            more["prescale_factor"] = 0.7 if kind == "scale" else operation.prescale
             more["postscale_factor"] = operation.postscale
         if operation.kind == "broadcast":
             more["root_rank"] = operation.root

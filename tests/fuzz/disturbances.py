@@ -19,7 +19,7 @@ from hosts.network import HostsJob, Network
 from support.elastic import KINDS, ElasticJob, assert_all_right
 from support.jobs import stopped
 
-__all__ = ["Disturbance", "Plan", "plan_of", "replay", "run"]
+__all__ = ["Disturbance", "Plan", "plan_of", "run"]
 
 HOSTS = ("localhost", "127.0.0.2", "127.0.0.3")
 NODES = ("node0", "node1", "node2")  # namespaces
@@ -52,14 +52,6 @@ class Disturbance:
     pause_s: float = 0.0
     whom: str = ""  # is paused: one of PAUSED
 
-    def __str__(self) -> str:
-        what = ", ".join(f"{host}:{number}" for host, number in self.slots) if self.slots else f"member {self.who}"
-        if self.kind == "pause":
-            what = f"{self.whom} {self.who} for {self.pause_s:.1f} s"
-        elif self.kind in ("cut", "crash"):
-            what = f"{self.whom} for {self.pause_s:.1f} s"
-        return f"{'when steps are made, ' if self.calm else ''}after {self.delay_s:.3f} s: {self.kind} {what}"
-
 
 @dataclass
 class Plan:
@@ -77,11 +69,6 @@ class Plan:
     def kind(self) -> str:
         """How the workers train: each seed in another way than the one before."""
         return KINDS[self.seed % len(KINDS)]
-
-    def __str__(self) -> str:
-        what = f"{self.workers} workers with a {self.kind}, commit every {self.commit_every}, slots {self.slots}"
-        lines = [f"seed {self.seed}: {what}"]
-        return "\n".join([*lines, *map(str, self.disturbances), *map(str, self.points)])
 
 
 def plan_of(seed: int, *, over_hosts: bool = False) -> Plan:
@@ -129,12 +116,6 @@ def _slots(draw: random.Random, hosts: Sequence[str], least: int, most: int) -> 
     return tuple((host, number) for host, number in counts.items() if number)
 
 
-def replay(seed: int, *, over_hosts: bool = False) -> str:
-    """The command that runs one plan again."""
-    variables = f"KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_ELASTIC=1{' KVHVD_TEST_FUZZ_HOSTS=1' * over_hosts}"
-    return f"{variables} python -m pytest -m fuzz tests/integration/test_fuzz.py -k elastic"
-
-
 def run(seed: int, folder: Path, marker: str, *, over_hosts: bool = False) -> str:
     """Carry a plan out, and check what came of it; `over_hosts`: which are namespaces.
 
@@ -164,7 +145,8 @@ def _run(plan: Plan, job: ElasticJob) -> str:
         _assert_state_was_lost(job, code)
         return LOST
     except Exception as error:
-        again = replay(plan.seed, over_hosts=isinstance(job, HostsJob))
+        again = f"KVHVD_TEST_FUZZ_SEED={plan.seed} KVHVD_TEST_FUZZ_ELASTIC=1 python -m pytest -m fuzz -k elastic"
+        again = f"KVHVD_TEST_FUZZ_HOSTS={int(isinstance(job, HostsJob))} {again}"
         raise AssertionError(f"{plan}\nreplay: {again}\n{error}\n{job.describe()}") from error
     finally:
         job.close()

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 OPS = ("average", "sum", "min", "max", "product")
-FACTORS = (0.5, 2.0, 1 / 3, -1.5, 3.0, 0.0, 1e-3)
+FACTORS = (0.5, 2.0, 1 / 3, -1.5, 3.0, 0.0, 1e-3, 1e300, math.inf, math.nan)
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "int8": 1, "uint8": 1, "int32": 4, "int64": 8}
 # In bytes: where the engine changes its way, or begins another chunk.
 BORDERS = (2 << 10, 4 << 10, 64 << 10, 128 << 10, 256 << 10)
@@ -252,9 +252,6 @@ class _Generator:
             and draw.random() < 0.3
         ):
             operation.recorded, operation.dtype = True, draw.choice(("float32", "float64"))
-        if len(members) == 1 and operation.dtype not in ("float16", "float32", "float64"):
-            # A worker alone scales with MXNet's operators, which neither clamp integers nor round to bfloat16.
-            operation.prescale = operation.postscale = 1.0
         return operation
 
     def _of_store(self, operation: Operation) -> None:

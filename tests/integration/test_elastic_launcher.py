@@ -194,14 +194,3 @@ def test_the_launcher_is_killed(start, with_daemon):
     if not with_daemon:
         assert "The workers on localhost are being ended." in err
         assert "The workers on 127.0.0.2 are being ended." in err
-
-
-@pytest.mark.parametrize(("log", "code"), [("/no/such/folder/log", 2), ("/dev/full", 1)])
-def test_an_event_log_that_cannot_be_written(run, log, code):
-    # A second --event-log, after the one that all elastic jobs of tests have.
-    err = run(f"--min-np 1 --event-log {log}", ["true"], code=code).err
-    texts = {
-        2: f"--event-log: '{log}' cannot be made: No such file",
-        1: "the event log cannot be written: No space left",
-    }
-    assert f"kvhvdrun: {texts[code]}" in err

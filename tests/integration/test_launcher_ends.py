@@ -113,18 +113,6 @@ for own in (False, True):
 # -- Starts that fail ------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_never_comes_is_named_by_all_others(run):
-    program = """
-if rank == 1: forever()
-from kvstore_hvd.world.discover import discover
-from kvstore_hvd.world.meeting import share_segment
-share_segment(discover(), lambda told: os.memfd_create('x'))
-"""
-    err = run("-np 3 --start-timeout 2", program, code=1).err
-    assert "[rank 0/3] rank 1 did not arrive within 2 s." in err
-    assert "[rank 2/3] the start failed" in err
-
-
 def test_a_script_without_an_interpreter_is_named(run, tmp_path):
     script = tmp_path / "train"
     script.write_text("echo\n")

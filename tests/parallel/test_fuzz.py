@@ -23,6 +23,7 @@ DRIFT_BYTES = 64 << 20
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # as under `python -W error`: of overflows
 def test_random_programs(dynamic, rank, size):
     """No wrong value, every mismatch reported on every rank, and the world works on."""
     run_programs(0, 30 if launched().launcher.startswith("mpirun") else 100 if size == 4 else 60, rank, size)

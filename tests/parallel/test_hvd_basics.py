@@ -82,26 +82,6 @@ def test_outside_of_a_world(rank, size):
     assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy().tolist() == [size] * 2
 
 
-def test_init_with_other_workers(rank, size):
-    hvd.shutdown()
-    hvd.init(comm=list(reversed(range(size))))
-    try:
-        assert (hvd.rank(), hvd.size()) == (size - 1 - rank, size)
-        assert hvd.allgather(mx.nd.array([rank])).asnumpy().tolist() == list(reversed(range(size)))
-        hvd.shutdown()
-        hvd.init()  # the same again
-        assert hvd.rank() == size - 1 - rank
-        hvd.shutdown()
-        alone = hvd.init(comm=[0])
-        assert alone is None
-        assert (hvd.rank(), hvd.size()) == (0, 1)
-    finally:
-        hvd.shutdown()
-        hvd.init(comm=list(range(size)))
-    assert (hvd.rank(), hvd.size()) == (rank, size)
-    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy().tolist() == [size] * 2
-
-
 def test_init_after_different_worlds(rank, size):
     """Workers meet whatever worlds each of them was in before: alone, in overlapping groups, or twice in one."""
     hvd.shutdown()

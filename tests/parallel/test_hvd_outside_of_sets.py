@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.world import process
@@ -77,18 +76,6 @@ def test_scale_and_batches(few, rank):
     if not few.included():
         for device in (0, 1):
             assert_stepped(few, net, before, batch_of(0, rank), batch_of(1, rank), device=device)
-
-
-def test_collectives_still_need_a_member(few, rank, size):
-    """The Trainer is the exception: whoever calls an operation of the set is in it, and the error says who is."""
-    net = mlp(seed=5)
-    trainer = trainer_of("DistributedTrainer", net, few)
-    if not few.included():
-        outside = f"rank {rank}/{size}, outside of process set {few.process_set_id}"
-        with pytest.raises(kvstore_hvd.InvalidTypeError, match=outside):
-            trainer._kvstore_params["kvstore"].pushpull("a", 3)
-    with pytest.raises(ValueError, match="is not registered"):
-        trainer_of("DistributedTrainer", net, hvd.ProcessSet([0]))
 
 
 def test_trainers_made_in_one_order(few, rank, size):

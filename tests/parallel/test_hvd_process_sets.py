@@ -14,7 +14,6 @@ from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.store import divergence
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import SetMember
-from support.gluon import batch_of, mlp, train, weights
 from support.joinables import Counter
 from support.patience import until
 
@@ -194,18 +193,6 @@ def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
     kvstore_hvd.reset()
     if few.included():
         assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum, process_set=few).asnumpy().tolist() == [2, 2]
-
-
-@pytest.mark.needs(3)
-def test_trainers_of_sets(dynamic, rank, size):
-    mine = [hvd.add_process_set(ranks) for ranks in ([0, size - 1], range(1, size - 1))][0 < rank < size - 1]
-    net = mlp(seed=rank)
-    trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, process_set=mine)
-    train(net, trainer, *(batch_of(rank, step) for step in range(3)))
-    models = hvd.allgather_object([each.tobytes() for each in weights(net)])
-    assert models[0] == models[-1] != models[1] == models[-2]
-    keys = trainer._kvstore.report()["keys"]
-    assert {entry["algorithm"] for entry in keys.values()} <= {"direct", "inline", ""}
 
 
 @pytest.mark.needs(3)

@@ -124,14 +124,6 @@ def test_what_a_store_without_servers_does_not_do(kv, tmp_path):
         mx.gluon.Trainer(mlp().collect_params(), "sgd", kvstore=kv, update_on_kvstore=True).allreduce_grads()
 
 
-def test_both_names_create_the_store(world):
-    """Registration: ``horovod`` in any case, and ``dist_horovod``; every creation is a new instance."""
-    stores = [mx.kv.create(name) for name in ("horovod", "Horovod", "dist_horovod")]
-    assert len({id(store) for store in stores}) == 3
-    assert {type(store).__module__ for store in stores} == {"kvstore_hvd.store.kvstore"}
-    assert {store.type for store in stores} == {"horovod"}
-
-
 def test_barrier(kv, rank, size):
     """`barrier` and `_barrier`: nobody goes on before the last one has come. Workers of a host have one clock."""
     for late, barrier in enumerate((kv.barrier, kv._barrier, kvstore_hvd.barrier)):

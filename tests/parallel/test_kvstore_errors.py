@@ -34,22 +34,6 @@ def others(size):
 
 
 @pytest.mark.needs(2)
-def test_shapes_differ(kv, rank, size):
-    kv._set_key_labels({3: "dense0_weight"})
-    shape = (128, 784) if last(rank, size) else (256, 784)
-    x = mx.nd.full(shape, rank + 1)
-    kv.pushpull(3, x)
-    with pytest.raises(MismatchError) as caught:
-        x.wait_to_read()
-    assert str(caught.value) == (
-        f"[rank {rank}/{size}] allreduce 'dense0_weight' (key 3): ranks disagree on shape.\n"
-        f"  (256, 784): {others(size)}    (128, 784): rank {size - 1}\n"
-        "  Nothing was changed. Fix: build the same network on every rank."
-    )
-    assert (x.asnumpy() == rank + 1).all()
-
-
-@pytest.mark.needs(2)
 @pytest.mark.parametrize("way", ["pushpull", "step"])
 def test_a_key_that_gets_another_name_is_called_by_that(kv, rank, size, way):
     """Names that the Trainer tells later, after operations under the former ones."""
@@ -63,7 +47,7 @@ def test_a_key_that_gets_another_name_is_called_by_that(kv, rank, size, way):
             kv.pushpull(3, x)
         if name != "third":
             x.wait_to_read()
-    with pytest.raises(MismatchError, match=r"'third' \(key 3\): ranks disagree on shape"):
+    with pytest.raises(MismatchError, match=r"(?s)'third' \(key 3\): ranks disagree on shape.*Fix: build the same"):
         mx.nd.waitall()
 
 
@@ -84,51 +68,6 @@ def test_compression_differs(kv, rank, size):
         assert "Fix: call set_gradient_compression with the same type" in str(caught.value)
         assert x.asnumpy().tolist() == [rank] * 5
     kv.set_gradient_compression({"type": "none"})
-
-
-@pytest.mark.needs(2)
-def test_unread_error_is_raised_by_a_later_call_once(kv, rank, size):
-    """That call has done its work nevertheless."""
-    x, y, raised = mx.nd.ones(3 if last(rank, size) else 4), mx.nd.ones(1), 0
-    kv.pushpull("w", x)
-    for _ in range(100):
-        y[:] = 1
-        try:
-            kv.pushpull("y", y)
-        except MismatchError:
-            raised += 1
-        assert y.asscalar() == size  # the others have come, and this call was carried out whether it raised or not
-    assert raised == 1
-
-
-@pytest.mark.needs(2)
-def test_errors_that_met_failing_calls_are_all_told(kv, rank, size):
-    """A call that fails for a reason of its own keeps the errors of others for the next one, however many there are."""
-    arrays = [mx.nd.ones(3 if last(rank, size) else 4) for _ in range(2)]
-    told = ""
-    for number, name in enumerate(("first", "second")):
-        # The last rank is late with the second one, so that its error comes when the first one has been put off.
-        now = [name] if last(rank, size) else ["first", "second"] if number == 0 else []
-        for submitted in now:
-            try:
-                kv.pushpull(submitted, arrays[submitted == "second"])
-            except MismatchError as error:
-                told += str(error)
-        for again in range(10):
-            with pytest.raises(MismatchError, match="dtype"):
-                hvd.allgather(mx.nd.ones(1, dtype="int8" if last(rank, size) else "int32"), name=f"{name}/{again}")
-
-    def are_told():
-        nonlocal told
-        try:
-            process.current().member.check()
-        except MismatchError as error:
-            told += str(error)
-        return "'first'" in told and "'second'" in told
-
-    until(are_told)
-    for x in arrays:
-        assert x.asnumpy().tolist() == [1] * x.size
 
 
 @pytest.mark.needs(2)

@@ -107,18 +107,6 @@ def test_a_path_that_one_rank_cannot_write_raises_everywhere(target, rank, size)
         blocked.rmdir()
 
 
-def test_a_link_where_a_part_is_written_is_not_followed(target, rank):
-    victim = target.with_name(f"victim of {rank}")
-    victim.write_text("mine")
-    target.with_name(f"{target.name}.rank-{rank}.part").symlink_to(victim)
-    kvstore_hvd.start_timeline(target)
-    kvstore_hvd.barrier()
-    kvstore_hvd.stop_timeline()
-    assert victim.read_text() == "mine"
-    assert target.exists()
-    victim.unlink()
-
-
 def test_only_rank_0_says_where(target, rank, size):
     """As in Horovod, the others' paths do not count. While one is recorded, start raises, and the recording goes on.
 

@@ -1,4 +1,4 @@
-"""A Trainer's step as one call of the store: the same bits, calls and errors as a loop of `pushpull`."""
+"""A Trainer's step as one call of the store: the same bits and errors as with `pushpull` for each gradient."""
 
 import threading
 
@@ -8,7 +8,6 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, MismatchError, UnsupportedDtypeError
 from kvstore_hvd.mxnet_compat import dtype_name
-from kvstore_hvd.store.kvstore import Horovod
 from kvstore_hvd.world import process
 from support import gluon
 from support.arrays import assert_same_bits, contribution, expected_sum, sum_of_ranks
@@ -58,32 +57,6 @@ def check_step(trainer, rank, size, seed):
     fill(trainer, rank, seed)
     trainer.allreduce_grads()
     assert_summed(trainer, size, seed)
-
-
-def one_by_one(trainer):
-    for place, param in enumerate(trainer._params):
-        trainer._kvstore.pushpull(place, param.list_grad(), priority=-place)
-
-
-def test_the_same_bits_and_counts_as_pushpull(rank, size, monkeypatch):
-    """The step, one call of the store, gives the bits that `pushpull` gives, and counts as much."""
-    calls, original = [], Horovod._exchange
-    monkeypatch.setattr(Horovod, "_exchange", lambda self, step: calls.append(original(self, step)) or calls[-1])
-    trainers = [make_trainer(make_parameters()) for _ in range(2)]
-    for step in range(3):
-        for trainer, exchange in zip(trainers, (mx.gluon.Trainer.allreduce_grads, one_by_one)):
-            fill(trainer, rank, step)
-            exchange(trainer)
-            assert_summed(trainer, size, step)
-    assert all(calls) and len(calls) == 3
-    mx.nd.waitall()
-    reports = [trainer._kvstore.report() for trainer in trainers]
-    for what in ("operations", "bytes"):
-        assert reports[0][what] == reports[1][what]
-        for one, other in zip(reports[0]["keys"].values(), reports[1]["keys"].values()):
-            assert one[what] == other[what]
-    assert list(reports[0]["keys"]) == list(reports[1]["keys"])
-    assert reports[0]["operations"]["pushpull"] == 3 * len(SHAPES)
 
 
 def set_all(grad_req):
@@ -157,22 +130,6 @@ def test_compression_from_one_step_to_the_next(rank, size):
         for number, param in enumerate(trainer._params):
             parts = [contribution(r, param.shape, "float32", (step, number)).astype("float16") for r in range(size)]
             assert_same_bits(param.grad().asnumpy(), sum_of_ranks(parts).astype("float32"))
-
-
-@pytest.mark.parametrize("same_store", [False, True])
-def test_two_trainers(rank, size, same_store):
-    """Two Trainers, on one store or two, of which the second is made when the first is under way."""
-    store = mx.kv.create("horovod")
-    trainers = [make_trainer(make_parameters(), store)]
-    check_step(trainers[0], rank, size, "first")
-    trainers.append(make_trainer(make_parameters(SHAPES[::-1], prefix="q"), store if same_store else None))
-    for step in range(3):
-        for number, trainer in enumerate(trainers):
-            fill(trainer, rank, (step, number))
-        for trainer in trainers:
-            trainer.allreduce_grads()
-        for number, trainer in enumerate(trainers):
-            assert_summed(trainer, size, (step, number))
 
 
 def test_one_gradient_of_several_parameters(rank, size):

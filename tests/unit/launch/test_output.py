@@ -167,13 +167,23 @@ def read_now(fd):
     return b""
 
 
-def test_a_full_disk_is_told_once():
-    output = output_to(event_log="/dev/full")
+def test_a_full_disk_is_told_once(tmp_path):
+    """Of the event log, and of the file of a rank; other files get what they should."""
+    for rank in range(2):
+        (tmp_path / f"rank.{rank}").mkdir()
+    (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
+    output = output_to(str(tmp_path), 2, event_log="/dev/full", ranks=[])
+    for rank in range(2):
+        output.add(rank, b"")
     for event in ("job_start", "job_end"):
         output.log(event, {})
+        for rank in range(2):
+            output.feed(rank, 1, b"x\n")
         written(output)
-    text = "the event log cannot be written: No space left on device. What follows is lost there."
-    assert [output.take_lost(), output.take_lost()] == [[(False, text)], []]
+    full = "No space left on device. What follows is lost there."
+    texts = f"the event log cannot be written: {full}", f"stdout of rank 0 cannot be written to its file: {full}"
+    assert [sorted(output.take_lost()), output.take_lost()] == [sorted((False, text) for text in texts), []]
+    assert (tmp_path / "rank.1" / "stdout").read_text() == "x\nx\n"
 
 
 def test_files_of_ranks_whether_they_are_shown_or_not(capfd, tmp_path):

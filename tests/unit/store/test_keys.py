@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
+from kvstore_hvd.errors import InputFailedError, InvalidRequestError, UnsupportedDtypeError
+from kvstore_hvd.store import operations
 from kvstore_hvd.store.keys import Call, group_arguments, priority_of, wire_name
 from kvstore_hvd.world.topology import Host, Topology
 from support.fake_native import fake_world
@@ -83,6 +84,26 @@ def test_everything_is_checked_before_anything_is_submitted(call, error):
             "  Supported: float16 bfloat16 float32 float64 int8 uint8 int32 int64\n"
             "  Fix: cast with .astype('int32'), or set grad_req='null'."
         )
+
+
+def test_the_other_keys_of_a_call_are_submitted_where_one_is_refused(monkeypatch):
+    """And their results are copied to outs of another dtype; the error is raised."""
+    with fake_world() as fake:
+        kv, submit = mx.kv.create("horovod"), fake.adapter.pushpull
+
+        def refuse(name, *arguments):
+            submit(name)
+            if name.endswith("/b"):
+                raise InputFailedError("MXNet refused it.")
+
+        copied = []
+        monkeypatch.setattr(fake.adapter, "pushpull", refuse)
+        monkeypatch.setattr(operations, "copy", lambda source, target: copied.append(target))
+        outs = [mx.nd.zeros(1, dtype="float64") for _ in "abc"]
+        with pytest.raises(InputFailedError, match="refused it"):
+            kv.pushpull(list("abc"), [mx.nd.ones(1) for _ in "abc"], out=outs)
+        assert [name[-1] for name in fake.adapter.operations] == ["a", "b", "c"]
+        assert [any(out is each for each in copied) for out in outs] == [True, False, True]
 
 
 def test_names():

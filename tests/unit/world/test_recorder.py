@@ -170,7 +170,7 @@ def test_what_a_worker_died_in_the_middle_of_is_left_out(tmp_path):
 
 
 def test_a_trace_is_a_new_file(tmp_path):
-    """A link that lies where it is written first is removed, not followed. Without parts the old one stays."""
+    """Links that lie where a part, or the trace, is written first are removed, not followed."""
     target, victim = tmp_path / "t", tmp_path / "victim"
     target.write_text("before")
     victim.write_text("{}")
@@ -178,7 +178,8 @@ def test_a_trace_is_a_new_file(tmp_path):
         with pytest.raises(ValueError, match="not a part"):
             write_trace(str(target), paths)
     assert target.read_text() == "before"
-    (tmp_path / f"t.{os.getpid()}.tmp").symlink_to(victim)
+    for name in (f"t.{os.getpid()}.tmp", "t.rank-0.part"):
+        (tmp_path / name).symlink_to(victim)
     part = write_part(target, header(0, 1), event())
     write_trace(str(target), [part])
     assert (victim.read_text(), target.is_symlink()) == ("{}", False)
