@@ -216,6 +216,7 @@ class Calls:
             if operation.kind == "allreduce":
                 hvd.broadcast_(tensors[0], operation.root, name=name, process_set=more["process_set"])
             else:
+                tensors[0] = tensors[0].tostype("default") if "sparse" in operation.kind else tensors[0]
                 hvd.allreduce_(tensors[0], name=name, process_set=more["process_set"])
             if operation.waits:
                 # The others wait; the error may come with this read or with a later call.

@@ -34,7 +34,7 @@ KINDS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
     "allreduce": (30, False, _MISMATCHES),
     "grouped_allreduce": (10, False, ("shape", "dtype", "op", "scale", "arguments", "clock")),
     "numpy_allreduce": (6, True, ("shape", "dtype", "op", "scale", "clock")),
-    "sparse_allreduce": (5, True, ("shape", "dtype", "clock")),
+    "sparse_allreduce": (5, True, ("shape", "dtype", "kind", "clock")),
     "broadcast": (10, False, ("shape", "dtype", "root", "kind", "input", "arguments", "clock")),
     "broadcast_parameters": (3, False, ("clock",)),
     "pushpull": (20, False, ("shape", "dtype", "kind", "input", "arguments", "clock")),
@@ -168,7 +168,7 @@ class _Generator:
                 if faulty and draw.random() < 0.3:
                     self._fault(operation)
                 self._operations.append(operation)
-        # Forty programs in a row have every fault of every kind.
+        # Fifty programs in a row have every fault of every kind.
         for i in range(4 if faulty and size > 1 else 0):
             kind, fault = _FAULTS[(self._seed // 2 * 4 + i) % len(_FAULTS)]
             for _ in range(50):

@@ -7,7 +7,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.elastic import ElasticSampler, GluonState, HostsUpdatedInterrupt, HostUpdateResult, ObjectState
 from kvstore_hvd.errors import MismatchError
 from support.arrays import contribution
-from support.gluon import array, assert_alike, backward, batch_of, network, samples, weights
+from support.gluon import array, assert_alike, backward, batch_of, bits_of, network, samples, states_of, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -70,19 +70,7 @@ def train(net, trainer, rank, steps, is_alone=False):
 
 
 def everything(net, trainer):
-    def leaves(state):
-        if isinstance(state, (tuple, list)):
-            return [leaf for each in state for leaf in leaves(each)]
-        return [state.asnumpy().tobytes() if hasattr(state, "asnumpy") else state]
-
-    optimizer = trainer._optimizer
-    parameters = net._collect_params_with_prefix()
-    return {
-        "values": {name: [x.asnumpy().tobytes() for x in each.list_data()] for name, each in parameters.items()},
-        "states": [{index: leaves(state) for index, state in each.states.items()} for each in trainer._updaters],
-        "counts": dict(optimizer._index_update_count),
-        "rate": (optimizer.num_update, optimizer.learning_rate, trainer._scale),
-    }
+    return {"values": bits_of(net), **states_of(trainer)}
 
 
 def assert_like_rank_0(thing):

@@ -5,11 +5,14 @@ reduce op or dtype has its arithmetic in `fuzz/model.py`, is drawn in `fuzz/prog
 its kernels are compared in `tests/native/test_reduce.cpp`.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.errors import MismatchError
 from support.arrays import assert_same_bits, contribution, expected_sum, make
 
 mx = pytest.importorskip("mxnet")
@@ -44,6 +47,20 @@ def test_a_priority_that_one_rank_refuses(rank, size):
         result = call(*arguments, priority=3)
         result = result[0] if isinstance(result, (list, tuple)) else result
         assert (result.asnumpy() == 1).all()  # means, copies
+
+
+@pytest.mark.needs(2)
+def test_a_group_fails_as_a_whole(kind, rank, size):
+    """Where the workers disagree about one array, none is changed."""
+    arrays = [make(kind, np.ones((3 + (rank == 0) * (place == 1),), "float32")) for place in range(2)]
+    hvd.grouped_allreduce_(arrays, op=hvd.Sum, name="group that differs")
+    for each, text in zip(arrays, ("disagree on the other arrays of the group", "disagree on shape")):
+        with pytest.raises(MismatchError, match=text):
+            each.wait_to_read()
+    with contextlib.suppress(MismatchError):  # what nobody has read yet
+        kvstore_hvd.world.process.current().member.check()
+    assert all((each.asnumpy() == 1).all() for each in arrays)
+    assert all((each.asnumpy() == size).all() for each in hvd.grouped_allreduce([arrays[0]] * 2, op=hvd.Sum))
 
 
 def test_a_group_is_a_list(rank, size):

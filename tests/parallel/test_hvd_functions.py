@@ -203,19 +203,3 @@ def test_states_that_cannot_be_saved(rank, size):
             hvd.broadcast_trainer_states(trainer, 0)
         trainer.save_states = save
         hvd.broadcast_trainer_states(trainer, 0)
-
-
-def test_only_some_workers_load_states(rank, size, tmp_path):
-    """They make no store and broadcast nothing before the first step, in which all workers do."""
-    path = str(tmp_path / "states")
-    nets = [mlp(seed=rank + number) for number in range(2)]
-    trainers = [mx.gluon.Trainer(net.collect_params(), "sgd", {"momentum": 0.9}, kvstore="horovod") for net in nets]
-    for trainer in trainers[::-1] if rank == 0 else ():
-        trainer.save_states(path)
-        trainer.load_states(path)
-    for net in nets:
-        hvd.broadcast_parameters(net.collect_params())
-    assert_alike(*nets)
-    for net, trainer in zip(nets, trainers):
-        train(net, trainer, batch_of(rank))
-    assert_alike(*nets)

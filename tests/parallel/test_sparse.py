@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import InvalidRequestError, MismatchError, UnsupportedDtypeError
+from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.join import Join
 from support.arrays import assert_same_bits, sum_of_ranks
 from support.gluon import assert_alike, is_mxnet_2
@@ -129,20 +129,6 @@ def test_wrong_arguments(kv, rank):
     for make in (hvd.DistributedOptimizer, lambda optimizer, **how: hvd.DistributedTrainer({}, optimizer, **how)):
         with pytest.raises(InvalidRequestError, match="sparse_as_dense"):
             make(mx.optimizer.create("sgd"), sparse_as_dense="yes")
-
-
-@pytest.mark.needs(2)
-def test_mismatches_are_told_on_every_rank(rank, size):
-    """Nothing is changed, and the world works on. Random programs have other shapes and dtypes."""
-    x = contribution(rank, "equal")
-    x = x.tostype("default") if rank == size - 1 else x
-    before = x.asnumpy()
-    with pytest.raises(MismatchError):
-        hvd.allreduce_(x, name="mismatch", op=hvd.Sum).wait_to_read()
-    if x.stype == "row_sparse":
-        assert_same_bits(x.asnumpy(), before)
-    y = contribution(rank, "equal")
-    assert_sum(hvd.allreduce(y, op=hvd.Sum, name="mismatch"), size, "equal", "float32")
 
 
 def test_indices_beyond_the_array(kv, rank, size):

@@ -73,6 +73,28 @@ def gradients(net: Any, device: int = 0) -> list[Array]:
     return [param.list_grad()[device].asnumpy() for param in parameters(net) if param.grad_req != "null"]
 
 
+def bits_of(net: Any) -> dict[str, list[bytes]]:
+    """Return the bits of all parameters on each device."""
+    named = net._collect_params_with_prefix().items()
+    return {name: [each.asnumpy().tobytes() for each in param.list_data()] for name, param in named}
+
+
+def states_of(trainer: Any) -> dict[str, Any]:
+    """Return what the next update of a Trainer depends on beside parameters and gradients, bit by bit."""
+
+    def leaves(state: Any) -> list[Any]:
+        if isinstance(state, (tuple, list)):
+            return [leaf for each in state for leaf in leaves(each)]
+        return [state.asnumpy().tobytes() if hasattr(state, "asnumpy") else state]
+
+    optimizer = trainer._optimizer
+    return {
+        "states": [{index: leaves(state) for index, state in each.states.items()} for each in trainer._updaters],
+        "counts": dict(optimizer._index_update_count),
+        "rate": (optimizer.num_update, optimizer.learning_rate, trainer._scale),
+    }
+
+
 def backward(net: Any, batches: Sequence[tuple[Any, Any]]) -> None:
     """Compute gradients of the summed squared error, one batch for each device."""
     import mxnet as mx

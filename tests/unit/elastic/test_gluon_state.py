@@ -7,6 +7,8 @@ from kvstore_hvd import elastic
 from kvstore_hvd.elastic import ElasticSampler, GluonState, StateHandler
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, UnsupportedDtypeError
 from support.gluon import array, backward, is_mxnet_2, network, samples
+from support.gluon import bits_of as values
+from support.gluon import states_of as states
 
 mx = pytest.importorskip("mxnet")
 nn = mx.gluon.nn
@@ -45,27 +47,6 @@ def train(net, trainer, steps=1, seed=0, contexts=None):
 def scale(net, factor):
     for parameter in net.collect_params().values():
         parameter.set_data(parameter.data() * factor + 1)
-
-
-def values(net):
-    return {
-        name: [each.asnumpy().tobytes() for each in parameter.list_data()]
-        for name, parameter in net._collect_params_with_prefix().items()
-    }
-
-
-def states(trainer):
-    def leaves(state):
-        if isinstance(state, (tuple, list)):
-            return [leaf for each in state for leaf in leaves(each)]
-        return [state.asnumpy().tobytes() if hasattr(state, "asnumpy") else state]
-
-    optimizer = trainer._optimizer
-    return {
-        "states": [{index: leaves(state) for index, state in each.states.items()} for each in trainer._updaters],
-        "counts": dict(optimizer._index_update_count),
-        "others": (optimizer.num_update, optimizer.learning_rate, trainer._scale),
-    }
 
 
 @pytest.mark.parametrize(("name", "devices", "halves"), [("sgd", 1, False), ("nadam", 2, False), ("sgd", 1, True)])
