@@ -79,8 +79,8 @@ def scaled(array: Any, prescale: float, postscale: float) -> Any:
     """A new array on the array's device with the values times both factors; asynchronous."""
     # The native kernels compute it, as with several workers: integers scale in float64 and are truncated after each
     # factor, halves scale in float32 and are rounded after each factor.
-    result = _reduced([array], prescale, postscale)
-    return result if _is_on_cpu(array) else _on(mxnet_compat.context_of(array), result)
+    result, context = _reduced([array], prescale, postscale), mxnet_compat.context_of(array)
+    return result if mxnet_compat.context_of(result) == context else _on(context, result)
 
 
 def _on(context: Any, array: Any) -> Any:
