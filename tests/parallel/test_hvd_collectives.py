@@ -13,7 +13,7 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import MismatchError
-from support.arrays import assert_same_bits, contribution, expected_sum, make
+from support.arrays import assert_same_bits, contribution, make
 
 mx = pytest.importorskip("mxnet")
 
@@ -71,19 +71,6 @@ def test_a_group_is_a_list(rank, size):
         for wrong in (mx.nd.ones(3), np.ones(3), None):
             with pytest.raises(TypeError, match=r"tensors is a \w+, not a list(.|\n)*Fix: pass a list of arrays"):
                 call(wrong)
-
-
-def test_devices_may_differ(kind, rank, size):
-    """Between ranks, and between the arrays of a group; each result has its tensor's class and device."""
-    devices = [mx.cpu(rank % 2), mx.cpu(1 - rank % 2)]
-    mine = contribution(rank, (5, 2), "float32")
-    one = hvd.allreduce(make(kind, mine, devices[0]), op=hvd.Sum)
-    several = hvd.grouped_allreduce([make(kind, mine, device) for device in devices], op=hvd.Sum)
-    for result, device in zip([one, *several], [devices[0], *devices]):
-        assert (type(result), result.ctx) == (type(one), device)
-        assert_same_bits(result.asnumpy(), expected_sum(size, (5, 2), "float32"))
-    assert isinstance(one, kind.NDArray if kind is mx.nd else kind.ndarray)
-    assert hvd.broadcast(make(kind, mine, devices[0]), 0).ctx == devices[0]
 
 
 @pytest.mark.sizes

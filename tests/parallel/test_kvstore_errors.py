@@ -149,21 +149,6 @@ def test_a_lost_world(world, rank, size):
     assert x.asnumpy().tolist() == [[size * size] * 2] * 2
 
 
-def test_what_is_complete_stays_so_when_another_worker_starts_over(world, rank, size):
-    """A worker that is through may leave at once: the others have what it has."""
-    big = np.arange(100_000, dtype="float32")
-    for _ in range(3):
-        kvstore_hvd.allreduce(big * (rank + 1), "big")
-        kvstore_hvd.barrier()
-        kvstore_hvd.reset()
-    kv = mx.kv.create("horovod")
-    for _ in range(3):
-        x = mx.nd.array(big * (rank + 1))
-        kv.pushpull("x", x)
-        assert (x.asnumpy() == big * (size * (size + 1) / 2)).all()
-        kvstore_hvd.reset()
-
-
 def test_shutdown_and_start_again(world, rank, size):
     """After `shutdown` operations raise ShutdownError; `init` meets the others in a fresh world.
 
