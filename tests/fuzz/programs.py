@@ -213,7 +213,8 @@ class _Generator:
         elif "reduce" in kind:
             operation.op = draw.choice(OPS if "allreduce" in kind and kind != "sparse_allreduce" else OPS[:2])
             if draw.random() < 0.3 and kind != "sparse_allreduce":
-                operation.prescale, operation.postscale = draw.choice(FACTORS), draw.choice((1.0, *FACTORS))
+                factors = draw.choice(FACTORS), draw.choice((1.0, draw.choice(FACTORS)))
+                operation.prescale, operation.postscale = draw.sample(factors, 2)
         tensors = draw.randint(0, 4) if kind.startswith("grouped") else draw.choice((1, 1, 1, 2, 3))
         if kind not in (*_OF_STORES, "broadcast_parameters") and not kind.startswith("grouped"):
             tensors = 1

@@ -21,6 +21,8 @@ def test_arrays(rank, size, shape):
     assert kvstore_hvd.allreduce(mine, name="x", out=mine) is mine
     assert_same_bits(mine, result)
     assert kvstore_hvd.broadcast(mine, 0, name="y", out=mine) is mine
+    x = np.full(5, 6 * (rank + 1), "int32")
+    assert kvstore_hvd.allreduce(x, "x", prescale=0.5).tolist() == [3 * (size + 1) * size / 2] * 5
 
 
 def test_wrong_calls(world):
