@@ -71,6 +71,21 @@ def test_compression_differs(kv, rank, size):
 
 
 @pytest.mark.needs(2)
+def test_unread_error_is_raised_by_a_later_call_once(kv, rank, size):
+    """That call has done its work nevertheless."""
+    x, y, raised = mx.nd.ones(3 if last(rank, size) else 4), mx.nd.ones(1), 0
+    kv.pushpull("w", x)
+    for _ in range(100):
+        y[:] = 1
+        try:
+            kv.pushpull("y", y)
+        except MismatchError:
+            raised += 1
+        assert y.asscalar() == size  # the others have come, and this call was carried out whether it raised or not
+    assert raised == 1
+
+
+@pytest.mark.needs(2)
 def test_a_failed_broadcast_leaves_the_outs(kv, rank, size):
     """The root's out, too, is as it was when the others do not agree."""
     shape = (3 if rank == 0 else 4,)
