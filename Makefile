@@ -144,7 +144,7 @@ endef
 
 objects = -DKVHVD_OBJECTS=$(firstword $(abspath $(wildcard build/temp.*-$(PYVER) build/temp.*-cpython-$(subst .,,$(PYVER)))))
 
-# NATIVE=-DKVHVD_ALL=ON: also over three hosts, and mutations of the kernels for GPUs.
+# NATIVE=-DKVHVD_ALL=ON: also over three hosts.
 native-test: dev $(VENV)/.native
 	$(call native,native,none,$(objects) $(NATIVE))
 

@@ -32,7 +32,7 @@ WORK = ROOT / "build/faults"
 BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
 MARKS = "not slow and not timing and not soak and not fuzz and not gpu"  # as in `make test`
 # The last words of pytest; the innermost frame of a test that hangs or crashes; a check of native/test_*.
-NAMES = (r"(?:FAILED|ERROR) (\S+::\S+)", r"line \d+,? in (test_\w+)", r"check failed: (.*)")
+NAMES = (r"(?:FAILED|ERROR) (\S+::\S+)", r"line \d+,? in (test_\w+)", r"check failed: (.*)", r"Sanitizer: (.*) \(")
 LIMIT_S = 300.0  # of one run of a test
 COPIED = ("kvstore_hvd", "native", "build")  # the other entries of a copy of the checkout are symbolic links
 
@@ -99,7 +99,7 @@ def copy_of_checkout(job: Job) -> Path:
     return copy
 
 
-def start_native(copy: Path, target: str, hosts: str, log: Path) -> list[int]:
+def start_native(copy: Path, target: str, hosts: str, log: Path, flag: str) -> list[int]:
     """Link a C++ test with the objects of the copy, and start it; returns its process."""
     folder = copy / "cmake"
     if not (copy / "build").exists():
@@ -107,12 +107,13 @@ def start_native(copy: Path, target: str, hosts: str, log: Path) -> list[int]:
     if not (folder / "CMakeFiles" / f"{target}.dir").exists():
         (folder / "CMakeFiles").mkdir(parents=True, exist_ok=True)
         must("cp", "-a", NATIVE / "CMakeFiles" / f"{target}.dir", folder / "CMakeFiles")
-    headers = max(path.stat().st_mtime for path in (copy / "native").rglob("*.*pp"))
+    headers = max(path.stat().st_mtime for path in (copy / "native").rglob("*.[ch][pu]*"))
     for command in must(BIN / "ninja", "-C", NATIVE, "-t", "commands", target).splitlines():
         made = re.search(r" -o (\S+\.o) -c ", command)
         if made is None or headers > (folder / made[1]).stat().st_mtime:
-            must("sh", "-c", re.sub(f"{ROOT}/(native|build/temp)", rf"{copy}/\1", command), folder=folder)
-    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1", "KVHVD_TEST_FIRST": "60"})
+            ours = re.sub(f"{ROOT}/(native|build/temp)", rf"{copy}/\1", command.replace("++ ", f"++ {flag}", 1))
+            must("sh", "-c", ours, folder=folder)
+    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1", "KVHVD_TEST_FIRST": "60", "TSAN_OPTIONS": "halt_on_error=1"})
     if pid == 0:
         os.execv(folder / target, [target])
     return [pid]
@@ -196,8 +197,8 @@ def failure_of(copy: Path, tests: list[str], *arguments: str) -> str:
     log = copy / "log"
     for old in copy.glob("log*"):
         old.unlink()
-    if folder == "native":
-        pids = start_native(copy, name, hosts, log)
+    if folder in ("native", "tsan"):
+        pids = start_native(copy, name, hosts, log, "-fsanitize=thread " if folder == "tsan" else "")
     else:
         ranks = int(count or (4 if hosts else 3)) if folder == "parallel" else 0
         paths = [f"{folder}/{test.partition('/')[2]}" for test in tests]
@@ -236,7 +237,7 @@ def without(outcomes: list[Outcome]) -> list[Job]:
     tiers: dict[str, set[str]] = {}
     for _, test, failure, _ in outcomes:
         tier = test.partition("/")[0]
-        if tier.startswith("native"):
+        if tier.startswith(("native", "tsan")):
             tiers[test] = {test}
         else:
             path, colons, name = failure.partition("[")[0].partition("::")
@@ -265,7 +266,7 @@ def main() -> int:
         return 0
     os.environ.update(OMP_NUM_THREADS="1", KVHVD_BUILD_JOBS="1")
     must(*BUILD)
-    targets = {test.partition("/")[2] for job in jobs for test in job.tests if test.startswith("native")}
+    targets = {test.partition("/")[2] for job in jobs for test in job.tests if test.startswith(("native", "tsan"))}
     if targets:
         objects = next((ROOT / "build").glob("temp.*"))
         generator = "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={BIN / 'ninja'}", f"-DKVHVD_OBJECTS={objects}"

@@ -316,8 +316,7 @@ def compiled(folder: Path) -> Path:
 def loaded(path: Path) -> Any:
     """What `compiled` made, for `host_kernels`."""
     library = ctypes.CDLL(str(path))
-    library.run_kernel.restype = ctypes.c_bool
-    library.run_kernel.argtypes = [ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p]
+    library.run_kernel.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p]
     return library
 
 
@@ -327,7 +326,7 @@ def host_kernels(library: Any) -> Iterator[None]:
 
     def run(name: str, arguments: list[Any], grid: tuple[int, ...]) -> None:
         world = int(arguments[0]) if len(arguments) == 2 else None
-        assert library.run_kernel(name.encode(), grid[0], grid[1], world, arguments[-1].ctypes.data), name
+        library.run_kernel(ctypes.cast(library[name], ctypes.c_void_p), *grid[:2], world, arguments[-1].ctypes.data)
 
     # Tiles are small there, so that small arrays have many.
     sizes = (ctypes.c_uint * 2)()

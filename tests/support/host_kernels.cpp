@@ -1,33 +1,15 @@
 // The GPU kernels as a library of the host, for tests of the Python side: each CUDA thread is a thread.
-#include <cstring>
-
 #include "host/threads.hpp"
 #include "kernel_table.hpp"
 
-namespace {
-
-constexpr unsigned kThreads = 2;  // of a block
-
-}  // namespace
-
-// Runs a kernel to its end; `argument` is a Copy or a Launch. Returns false when there is no such kernel.
-extern "C" bool run_kernel(const char* name, unsigned blocks, unsigned players, const void* worlds,
-                           const void* argument) {
+// Runs a kernel to its end; `argument` is a Launch where there are worlds, and else a Copy.
+extern "C" void run_kernel(void* kernel, unsigned blocks, unsigned players, const void* worlds, const void* argument) {
   using namespace kvstore_hvd::gpu;
-  host::Threads machine(0);
-  const auto of_each = [blocks](unsigned) { return blocks; };
-  const auto copy = tests::copy_kernels().find(name);
-  if (copy != tests::copy_kernels().end()) {
-    Copy what;
-    std::memcpy(&what, argument, sizeof(what));
-    return machine.run(of_each, players, kThreads, [&](unsigned) { copy->second(what); });
-  }
-  const auto meeting = tests::meeting_kernels().find(name);
-  if (meeting == tests::meeting_kernels().end()) return false;
-  Launch what;
-  std::memcpy(&what, argument, sizeof(what));
-  return machine.run(of_each, players, kThreads,
-                     [&](unsigned) { meeting->second(static_cast<const World*>(worlds), what); });
+  host::Threads(0).run([blocks](unsigned) { return blocks; }, players, 2, [&](unsigned) {
+    if (worlds == nullptr) return reinterpret_cast<tests::CopyKernel>(kernel)(*static_cast<const Copy*>(argument));
+    reinterpret_cast<tests::MeetingKernel>(kernel)(static_cast<const World*>(worlds),
+                                                   *static_cast<const Launch*>(argument));
+  });
 }
 
 extern "C" void constants(unsigned* tile_bytes, unsigned* tile_elements) {

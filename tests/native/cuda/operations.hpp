@@ -88,9 +88,7 @@ inline std::vector<Bytes> contributions(const Reduction& reduction, u32 n, std::
 
 inline Reduction random_reduction(std::mt19937_64& random, bool exact) {
   Reduction reduction;
-#ifndef KVHVD_ONLY
   reduction.dtype = static_cast<DType>(draw(random, kDTypes));
-#endif
   reduction.op = static_cast<ReduceOp>(draw(random, kReduceOps));
   const double scales[] = {1.0, 0.5, 2.0, 1.0 / 3.0, 1e-40};
   reduction.prescale = scales[draw(random, 3) == 0 ? draw(random, exact ? 3 : 5) : 0];
@@ -157,7 +155,7 @@ class Reduced final : public Operation {
     launch_.inputs = in_->finish(kTileBytes);
     launch_.outputs = out_->finish(kTileBytes);
     launch_.n_inputs = launch_.n_outputs = tensors;
-    kernel_ = meeting_kernels().at(allreduce_name(algorithm, reduction, ring || draw(random, 2) == 0 ? n : 0));
+    kernel_ = kernel_named<MeetingKernel>(allreduce_name(algorithm, reduction, ring || draw(random, 2) == 0 ? n : 0));
   }
 };
 
@@ -194,7 +192,7 @@ class Exchange final : public Operation {
     launch_.outputs = out_->finish(kTileBytes);
     launch_.n_inputs = 1;
     launch_.n_outputs = pieces;
-    kernel_ = meeting_kernels().at("kvhvd_exchange");
+    kernel_ = kernel_named<MeetingKernel>("kvhvd_exchange");
   }
 };
 

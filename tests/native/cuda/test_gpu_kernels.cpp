@@ -86,7 +86,7 @@ void check_copy(const std::string& name, const Cast& cast, u64 seed) {
   copy.scale = scale;
   copy.scale32 = static_cast<float>(scale);
   copy.into_buffer = pack ? 1 : 0;
-  run_alone(seed, 1 + draw(random, 8), 1 + draw(random, 4), [&] { copy_kernels().at(name)(copy); });
+  run_alone(seed, 1 + draw(random, 8), 1 + draw(random, 4), [&] { kernel_named<CopyKernel>(name)(copy); });
   const std::string what = name + (pack ? " packs" : " unpacks") + ", scale " + std::to_string(scale) + ", seed " +
                            std::to_string(seed) + ": ";
   check(fused.content() == expected_fused && fused.guarded(), what + "the buffer is wrong");
@@ -102,7 +102,7 @@ const bool copies = testing::add("copies pack and unpack tensors of any length a
       for (int fused = 0; fused < kDTypes; ++fused) {
         const Cast cast = {static_cast<DType>(tensor), static_cast<DType>(fused), false};
         const std::string name = std::string("kvhvd_copy_") + name_of(cast.tensor) + "_" + name_of(cast.fused);
-        if (copy_kernels().count(name) != 0) check_copy(name, cast, seed);
+        if (kernel_named<CopyKernel>(name) != nullptr) check_copy(name, cast, seed);
       }
     }
   }
@@ -130,7 +130,7 @@ const bool ordered = testing::add("one launch reduces the staging memory of all 
     const bool by_one = draw(random, 2) == 0;
     const std::string what = "ordered " + reduce_tests::describe(reduction, n, count) + ": ";
     if (by_one) {
-      const MeetingKernel kernel = meeting_kernels().at(allreduce_name("twoshot", reduction, n));
+      const MeetingKernel kernel = kernel_named<MeetingKernel>(allreduce_name("twoshot", reduction, n));
       run_alone(seed, threads_of_block, n_blocks, [&] { kernel(ranks.worlds(), launch); });
       for (u32 rank = 0; rank < n; ++rank) {
         const u8* staging = ranks.staging(rank) + launch.staging_offset;
@@ -142,7 +142,7 @@ const bool ordered = testing::add("one launch reduces the staging memory of all 
       table.set(0, 0, output.data(), 0, bytes);
       launch.outputs = table.finish(kTileBytes);
       launch.n_outputs = 1;
-      const MeetingKernel kernel = meeting_kernels().at(allreduce_name("oneshot", reduction, n));
+      const MeetingKernel kernel = kernel_named<MeetingKernel>(allreduce_name("oneshot", reduction, n));
       const World* world = ranks.worlds() + draw(random, n);
       run_alone(seed, threads_of_block, n_blocks, [&] { kernel(world, launch); });
       check(output.content() == result && output.guarded(), what + "wrong");

@@ -20,16 +20,13 @@ class Fibers final : public Machine {
   // With `even` no rank is much slower than the others: the clock counts all waiting, so a time limit would name one.
   explicit Fibers(std::uint64_t seed, bool even = false) : random_(seed), even_(even) {}
 
-  // Runs `kernel` as `players` ranks of blocks(player) blocks of `threads` threads. `ended(player)`, if any, is called
-  // when all blocks of a player have ended: its next kernel may run then, though other ranks are still in this one.
+  // Runs `kernel` as `players` ranks of blocks(player) blocks of `threads` threads.
   // Returns false when every thread waited without end.
   bool run(const std::function<std::uint32_t(std::uint32_t)>& blocks, std::uint32_t players, std::uint32_t threads,
-           const std::function<void(std::uint32_t)>& kernel, const std::function<void(std::uint32_t)>& ended = {}) {
+           const std::function<void(std::uint32_t)>& kernel) {
     std::vector<std::unique_ptr<Fiber>> fibers;
     std::vector<std::unique_ptr<SyncedBlock>> states;
-    std::vector<std::uint32_t> left(players);
     for (std::uint32_t player = 0; player < players; ++player) {
-      left[player] = blocks(player) * threads;
       for (std::uint32_t block = 0; block < blocks(player); ++block) {
         states.push_back(std::make_unique<SyncedBlock>());
         states.back()->threads = threads;
@@ -62,7 +59,6 @@ class Fibers final : public Machine {
       if (!fiber.done) continue;
       alive[chosen] = alive.back();
       alive.pop_back();
-      if (--left[fiber.place.player] == 0 && ended) ended(fiber.place.player);
     }
     return true;
   }

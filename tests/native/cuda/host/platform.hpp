@@ -9,12 +9,13 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../../reduce_cases.hpp"
 #include "machine.hpp"
 
 #define KVHVD_INLINE inline
 #define KVHVD_UNROLL
 #define KVHVD_ROLLED
-#define KVHVD_KERNEL(resident) inline void
+#define KVHVD_KERNEL(resident) extern "C" void
 #define KVHVD_BY_VALUE const
 #define KVHVD_SHARED(Type, name) Type& name = host::shared<Type>()
 
@@ -124,25 +125,10 @@ inline double double_of(u64 bits) {
   return value;
 }
 
-inline float half_to_float(u16 half) {
-  const u32 sign = static_cast<u32>(half >> 15) << 31;
-  const u32 exponent = (half >> 10) & 31;
-  const u32 fraction = half & 1023;
-  if (exponent == 31) return float_of(sign | 0x7f800000U | fraction << 13);
-  if (exponent != 0) return float_of(sign | (exponent + 112) << 23 | fraction << 13);
-  const float denormal = static_cast<float>(fraction) * 0x1p-24F;
-  return sign != 0 ? -denormal : denormal;
-}
-// To nearest even, in the default rounding mode. A NaN becomes the one that a GPU makes.
+inline float half_to_float(u16 half) { return static_cast<float>(reduce_tests::decode(half, 5, 10)); }
+// A NaN becomes the one that a GPU makes.
 inline u16 float_to_half(float wide) {
-  const u32 sign = (bits_of(wide) >> 16) & 0x8000U;
-  const u32 magnitude = bits_of(wide) & 0x7fffffffU;
-  if (magnitude > 0x7f800000U) return 0x7fff;
-  if (magnitude >= 0x477ff000U) return static_cast<u16>(sign | 0x7c00U);  // 65520 and more
-  if (magnitude < 0x38800000U)
-    return static_cast<u16>(sign | static_cast<u32>(std::nearbyint(float_of(magnitude) * 0x1p24F)));
-  const u32 rounded = magnitude + 0xfffU + ((magnitude >> 13) & 1U);
-  return static_cast<u16>(sign | (rounded - 0x38000000U) >> 13);
+  return std::isnan(wide) ? u16{0x7fff} : reduce_tests::encode(static_cast<double>(wide), 5, 10);
 }
 
 }  // namespace kvstore_hvd::gpu

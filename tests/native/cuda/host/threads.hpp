@@ -4,7 +4,6 @@
 
 #include <pthread.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -22,23 +21,19 @@ class Threads final : public Machine {
 
   // As Fibers::run; always returns true: who waits without end must do so against a time limit.
   bool run(const std::function<std::uint32_t(std::uint32_t)>& blocks, std::uint32_t players, std::uint32_t threads,
-           const std::function<void(std::uint32_t)>& kernel, const std::function<void(std::uint32_t)>& ended = {}) {
+           const std::function<void(std::uint32_t)>& kernel) {
     std::vector<std::unique_ptr<SyncedBlock>> states;
-    std::vector<std::atomic<std::uint32_t>> left(players);
     std::vector<std::thread> running;
-    for (std::uint32_t player = 0; player < players; ++player) left[player] = blocks(player) * threads;
     for (std::uint32_t player = 0; player < players; ++player) {
       for (std::uint32_t block = 0; block < blocks(player); ++block) {
         states.push_back(std::make_unique<SyncedBlock>(threads));
         for (std::uint32_t thread = 0; thread < threads; ++thread) {
           const Place place = {this, states.back().get(), thread, block, blocks(player), player};
-          running.emplace_back([place, &kernel, &ended, &left] {
+          running.emplace_back([place, &kernel] {
             Place own = place;
             current = &own;
             kernel(own.player);
             current = nullptr;
-            // The last one sees what all threads of its player did, as the next kernel of a stream does.
-            if (left[own.player].fetch_sub(1, std::memory_order_acq_rel) == 1 && ended) ended(own.player);
           });
         }
       }
