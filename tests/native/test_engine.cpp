@@ -1,4 +1,7 @@
-// The engine end to end, with ranks as threads: names, waits and callbacks. test_programs.cpp has sums.
+// The engine end to end, with ranks as threads: names, waits, callbacks and arrays of uneven lengths. test_programs.cpp
+// has results.
+#include <sys/mman.h>
+
 #include <atomic>
 #include <random>
 #include <string>
@@ -63,37 +66,6 @@ const bool awake = testing::add("no sleep ends by its limit while there is somet
     });
     check_equal(missed_wakes.load(), before, "wake-ups that were missed");
   }
-});
-
-// While a callback holds up the thread that makes progress, the tensors gather, and travel together.
-const bool fused_devices = testing::add("arrays of two devices of a rank are added, also where tensors are fused", [] {
-  std::atomic<int> submitted{0};
-  const auto body = [&](Engine& engine, int rank) {
-    std::vector<float> gate(100);
-    Request first = allreduce("gate", gate);
-    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(30);
-    first.on_done = [&submitted, limit](const Status&) {
-      while (submitted < 2 && std::chrono::steady_clock::now() < limit) std::this_thread::yield();
-    };
-    std::vector<std::vector<float>> one(20), other(20);
-    std::vector<std::shared_ptr<Work>> works{engine.submit(std::move(first))};
-    for (std::uint32_t t = 0; t < one.size(); ++t) {
-      one[t] = values_of(rank, 100, t);
-      other[t].assign(100, static_cast<float>(t));
-      Request request = allreduce("t" + std::to_string(t), one[t]);
-      request.inputs.push_back(other[t].data());
-      request.outputs.push_back(other[t].data());
-      works.push_back(engine.submit(std::move(request)));
-    }
-    ++submitted;
-    for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
-    for (std::uint32_t t = 0; t < one.size(); ++t) {
-      const auto local = [t](int r, std::size_t i) { return value_of(r, i, t) + static_cast<float>(t); };
-      const auto sum = [&](std::size_t i) { return local(0, i) + local(1, i); };
-      check(same_bits(one[t], sum) && same_bits(other[t], sum), "tensor " + std::to_string(t));
-    }
-  };
-  with_world(2, body, std::chrono::seconds(60), 0, parse_thresholds("inlined=0"));
 });
 
 const bool callbacks = testing::add("on_done is called exactly once, also for what fails", [] {
@@ -214,33 +186,6 @@ const bool absent = testing::add("an absent rank counts as an average one of the
   }
 });
 
-const bool weighted = testing::add("an average is divided by the ranks' weights, whichever way it goes", [] {
-  for (const int size : {2, 3, 4}) {
-    with_world(size, [size](Engine& engine, int rank) {
-      // Of all ranks; of one of them; all zero: then it is the sum.
-      for (const int kind : {0, 1, 2}) {
-        const auto weight_of = [&](int r) { return kind == 0 ? 0.5 + r : kind == 1 && r == size - 1 ? 3.0 : 0.0; };
-        double weights = 0.0;
-        for (int r = 0; r < size; ++r) weights += weight_of(r);
-        for (const std::size_t count : {1, 100, 5000, 300000}) {
-          auto data = values_of(rank, count);
-          Request request = allreduce("k" + std::to_string(kind) + "c" + std::to_string(count), data);
-          request.op = ReduceOp::kAverage;
-          request.weight = weight_of(rank);
-          check(engine.run(std::move(request)).ok(), "run");
-          const auto scale = static_cast<float>(weights == 0.0 ? 1.0 : 1.0 / weights);
-          check(same_bits(data, [&](std::size_t i) { return sum_in_rank_order(size, i) * scale; }),
-                "kind " + std::to_string(kind) + " of " + std::to_string(count));
-        }
-      }
-      std::vector<float> data(1);
-      Request request = allreduce("negative", data);
-      request.weight = -2.0;
-      check(engine.run(std::move(request)).code() == ErrorCode::kInputFailed, "a weight below 0");
-    });
-  }
-});
-
 // Of two ranks that announce at the same time, either may be counted first. ThreadSanitizer sees a description that is
 // read while it is written.
 const bool described = testing::add("what a rank has missed is described as the others have announced it", [] {
@@ -269,6 +214,64 @@ const bool described = testing::add("what a rank has missed is described as the 
   std::vector<std::thread> threads;
   for (int rank = 0; rank < kSize; ++rank) threads.emplace_back(run_rank, rank);
   for (auto& thread : threads) thread.join();
+});
+
+Request exchange(const std::string& name, const std::vector<float>& input, std::vector<float>& output,
+                 std::size_t count) {
+  Request request = allreduce(name, output);
+  request.collective = Collective::kExchange;
+  request.inputs = {input.data()};
+  request.count = count;
+  request.shape = {static_cast<std::int64_t>(count)};
+  request.contributed = input.size();
+  return request;
+}
+
+// In a child: memory that cannot be read lies behind the array.
+const bool short_arrays = testing::add("nothing is read behind an array that is shorter than the others'", [] {
+  constexpr std::size_t kShort = 5000, kLong = 200000, kPage = 4096;
+  constexpr std::size_t kBytes = (kShort * sizeof(float) + kPage - 1) / kPage * kPage;
+  const bool is_right = succeeds_in_child([&] {
+    auto* const pages =
+        static_cast<char*>(mmap(nullptr, kBytes + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    mprotect(pages + kBytes, kPage, PROT_NONE);
+    with_world(2, [&](Engine& engine, int rank) {
+      auto mine = values_of(rank, rank == 0 ? kShort : kLong);
+      std::vector<float> output(kShort + kLong);
+      Request request = exchange("x", mine, output, kLong);
+      if (rank == 0) {
+        request.inputs = {std::memcpy(pages + kBytes - kShort * sizeof(float), mine.data(), kShort * sizeof(float))};
+      }
+      request.parts = {Part{0, 0, kShort * sizeof(float), 0},
+                       Part{1, 0, kLong * sizeof(float), kShort * sizeof(float)}};
+      check(engine.run(std::move(request)).ok(), "run");
+      check(same_bits(output, [=](std::size_t i) { return i < kShort ? value_of(0, i) : value_of(1, i - kShort); }),
+            "the arrays, one after the other");
+    });
+    return testing::failures == 0;
+  });
+  check(is_right, "the child reads on");
+});
+
+const bool checked = testing::add("what a rank can see to be wrong of an exchange fails on every rank", [] {
+  with_world(2, [](Engine& engine, int rank) {
+    std::vector<float> input(4), output(8);
+    const auto fails = [&](const std::string& name, std::vector<Part> parts, Collective collective) {
+      Request request = exchange(name, input, output, 4);
+      request.collective = collective;
+      request.parts = std::move(parts);
+      if (rank == 1) request.parts = {Part{1, 0, 4, 0}};
+      const Status status = engine.run(std::move(request));
+      check(status.code() == ErrorCode::kInputFailed, name + ": " + status.text());
+    };
+    fails("rank", {Part{2, 0, 4, 0}}, Collective::kExchange);
+    fails("range", {Part{0, 8, 12, 0}}, Collective::kExchange);
+    fails("element", {Part{0, 2, 4, 0}}, Collective::kExchange);
+    fails("parts", {}, Collective::kReduceScatter);
+    Request request = exchange("disagree", input, output, rank == 0 ? 4 : 5);
+    check(engine.run(std::move(request)).code() == ErrorCode::kMismatch, "the largest contribution");
+    check(barrier(engine).ok(), "the world goes on");
+  });
 });
 
 }  // namespace

@@ -91,21 +91,6 @@ const bool slow = testing::add("a host whose bytes come slowly is not silent", [
   for (const int socket : near) close(socket);
 });
 
-const bool first_failure = testing::add("a failure on one host is that of all, with its text", [] {
-  with_hosts({{0, 1}, {2}, {3}}, [&](Engine& engine, int rank) {
-    check(barrier(engine).ok(), "the barrier");
-    if (rank == 3) {
-      engine.abort("rank 3 gave up");
-    } else {
-      auto data = values_of(rank, 100000);
-      const Status status = engine.run(allreduce("never", data));
-      check(status.code() == ErrorCode::kTransport, status.text());
-      check(status.text().find("rank 3 gave up") != std::string::npos, status.text());
-    }
-    check(!engine.health().ok(), "latched");
-  });
-});
-
 const bool tables = testing::add("a table of hosts that fits no world is refused", [] {
   for (const Hosts& hosts : {Hosts{0, {{0}, {0}}}, Hosts{0, {{0}, {2}}}, Hosts{0, {{0, 1}, {}}},
                              Hosts{2, {{0, 1}, {2}}}, Hosts{1, {{0, 1}, {2}}}}) {

@@ -46,6 +46,11 @@ int wait_for(pid_t pid) {
   return status;
 }
 
+void check_survivor(pid_t pid) {
+  const int status = wait_for(pid);
+  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
+}
+
 const bool killed = testing::add("a killed rank is named, with the signal, while an operation waits for it", [] {
   if (thread_sanitizer()) return;  // it does not support threads after fork
   const auto segment = Segment::create(3);
@@ -66,10 +71,7 @@ const bool killed = testing::add("a killed rank is named, with the signal, while
     return 2;
   });
   const pid_t last = spawn(*segment, 2, survivor);
-  for (const pid_t pid : {first, last}) {
-    const int status = wait_for(pid);
-    check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(WEXITSTATUS(status)));
-  }
+  for (const pid_t pid : {first, last}) check_survivor(pid);
   // Last: it may have died before the others watched it, and then only what waits to be reaped tells how.
   check(WIFSIGNALED(wait_for(victim)), "killed");
 });
@@ -131,8 +133,7 @@ const bool lock_holder = testing::add("a rank that stops while it holds a lock i
         return status.code() == ErrorCode::kTimeout && named ? 0 : 1;
       },
       std::chrono::milliseconds(300));
-  const int status = wait_for(survivor);
-  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
+  check_survivor(survivor);
 });
 
 const bool dead_holder = testing::add("a rank that dies while it holds a lock is noticed before the deadline", [] {
@@ -159,8 +160,7 @@ const bool dead_holder = testing::add("a rank that dies while it holds a lock is
       },
       std::chrono::seconds(60));
   wait_for(victim);
-  const int status = wait_for(survivor);
-  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
+  check_survivor(survivor);
 });
 
 const bool full_table = testing::add("so is one that dies with the table's lock while others wait for a slot", [] {
@@ -185,8 +185,7 @@ const bool full_table = testing::add("so is one that dies with the table's lock 
     kill(getpid(), SIGKILL);
     return 1;
   });
-  const int status = wait_for(surviving);
-  check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
+  check_survivor(surviving);
   wait_for(victim);
   munmap(shared, sizeof(std::atomic<bool>));
 });

@@ -24,9 +24,21 @@ struct Step {
   int root;
   int odd_one;  // the rank that submits another number of elements, or -1
   bool is_in_place;
-  std::size_t received;
+  unsigned weights;  // how the ranks weigh in an average; 0: it is a sum
+  std::size_t given, received;
   std::shared_ptr<float> input, output;
+  std::shared_ptr<float> second;  // of another device, in place
   std::shared_ptr<Work> work;
+
+  // Elements that go from one rank to those before another one in an exchange.
+  std::size_t sent_before(std::size_t from, std::size_t to) const {
+    std::size_t sent = 0;
+    for (std::size_t r = 0; r < to; ++r) sent += (from + r) % 3 * count;
+    return sent;
+  }
+  double weight_of(std::size_t rank, std::size_t size) const {
+    return weights == 1 ? 0.5 + static_cast<double>(rank) : weights == 2 && rank + 1 == size ? 3.0 : 0.0;
+  }
 };
 
 // In the arena, if there is room.
@@ -51,6 +63,8 @@ std::vector<Step> steps_of(std::mt19937& all, unsigned size, std::size_t largest
     one.odd_one = all() % 10 == 0 && size > 1 ? static_cast<int>(all() % size) : -1;
     one.is_in_place =
         all() % 2 == 0 && (one.collective == Collective::kAllreduce || one.collective == Collective::kBroadcast);
+    one.weights = one.collective == Collective::kAllreduce && all() % 3 == 0 ? 1 + all() % 3 : 0;
+    if (one.collective == Collective::kExchange) one.count /= 4;
   }
   return steps;
 }
@@ -66,11 +80,25 @@ void run_program(Engine& engine, Arena& arena, int rank, const Placement& placem
   for (const std::size_t i : order) {
     Step& one = steps[i];
     if (rank == one.odd_one) ++one.count;
-    one.received = one.count * (one.collective == Collective::kExchange ? size : 1);
+    one.given = one.received = one.count;
+    const auto tensor = static_cast<std::uint32_t>(i);
     // A third of the tensors everywhere in arenas, a third nowhere, a third here and there.
     const bool in_arena = i % 3 == 0 || (i % 3 == 1 && own() % 2 == 0);
-    one.input = array_of(arena, in_arena, one.count);
-    for (std::size_t e = 0; e < one.count; ++e) one.input.get()[e] = value_of(rank, e, static_cast<std::uint32_t>(i));
+    std::vector<Part> parts;
+    if (one.collective == Collective::kExchange) {
+      one.given = one.sent_before(place, size);
+      one.received = 0;
+      for (std::size_t r = 0; r < size; ++r) {
+        const std::size_t begin = one.sent_before(r, place), n = one.sent_before(r, place + 1) - begin;
+        parts.push_back(Part{static_cast<int>(r), 4 * begin, 4 * n, 4 * one.received});
+        one.received += n;
+      }
+    } else if (one.collective == Collective::kReduceScatter) {
+      const std::size_t begin = 4 * (one.count * place / size), end = 4 * (one.count * (place + 1) / size);
+      parts = {Part{rank, begin, end - begin, begin}};
+    }
+    one.input = array_of(arena, in_arena, one.given);
+    for (std::size_t e = 0; e < one.given; ++e) one.input.get()[e] = value_of(rank, e, tensor);
     one.output = one.is_in_place ? one.input : array_of(arena, in_arena, one.received);
     if (!one.is_in_place) std::fill_n(one.output.get(), one.received, -1.0F);
     std::vector<float> none;
@@ -78,17 +106,22 @@ void run_program(Engine& engine, Arena& arena, int rank, const Placement& placem
     request.collective = one.collective;
     request.inputs = {one.input.get()};
     request.outputs = {one.output.get()};
-    request.count = request.contributed = one.count;
-    request.shape = {static_cast<std::int64_t>(one.count)};
-    if (one.collective == Collective::kBroadcast) request.root = one.root;
-    const std::size_t bytes = one.count * sizeof(float);
-    if (one.collective == Collective::kReduceScatter) {
-      const std::size_t begin = one.count * place / size * sizeof(float);
-      const std::size_t end = one.count * (place + 1) / size * sizeof(float);
-      request.parts = {Part{rank, begin, end - begin, begin}};
+    request.count = request.contributed = one.given;
+    if (one.collective == Collective::kExchange) {
+      for (std::size_t r = 0; r < size; ++r) request.count = std::max(request.count, one.sent_before(r, size));
     }
-    for (std::size_t r = 0; one.collective == Collective::kExchange && r < size; ++r) {
-      request.parts.push_back(Part{static_cast<int>(r), 0, bytes, bytes * r});
+    request.shape = {static_cast<std::int64_t>(request.count)};
+    if (one.collective == Collective::kBroadcast) request.root = one.root;
+    request.parts = parts;
+    if (one.weights > 0) {
+      request.op = ReduceOp::kAverage;
+      request.weight = one.weight_of(place, size);
+    }
+    if (one.collective == Collective::kAllreduce && one.is_in_place && i % 4 == 0) {
+      one.second = array_of(arena, in_arena, one.count);
+      std::fill_n(one.second.get(), one.count, static_cast<float>(i));
+      request.inputs.push_back(one.second.get());
+      request.outputs.push_back(one.second.get());
     }
     if (own() % 8 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 300));
     one.work = own() % 8 == 0 ? engine.submit_to_wait(std::make_shared<Request>(std::move(request)))
@@ -102,27 +135,36 @@ void run_program(Engine& engine, Arena& arena, int rank, const Placement& placem
     const std::string what = "program " + std::to_string(seed) + ", " + one.name + ": " + status.text();
     const bool fails = one.odd_one >= 0;
     check(fails ? status.code() == ErrorCode::kMismatch : status.ok(), what);
-    const auto expected = [&](std::size_t e) {
-      if (fails) return one.is_in_place ? value_of(rank, e, tensor) : -1.0F;
-      if (one.collective == Collective::kBroadcast) return value_of(one.root, e, tensor);
-      if (one.collective == Collective::kExchange) {
-        return value_of(static_cast<int>(e / one.count), e % one.count, tensor);
+    double weights = 0.0;
+    for (std::size_t r = 0; r < size; ++r) weights += one.weight_of(r, size);
+    const auto scale = static_cast<float>(weights == 0.0 ? 1.0 : 1.0 / weights);
+    const float second = one.second ? static_cast<float>(i) : 0.0F;
+    std::vector<float> expected;
+    for (std::size_t r = 0; !fails && one.collective == Collective::kExchange && r < size; ++r) {
+      for (std::size_t e = one.sent_before(r, place); e < one.sent_before(r, place + 1); ++e) {
+        expected.push_back(value_of(static_cast<int>(r), e, tensor));
       }
-      return sum_over(placement, [&](int r) { return value_of(r, e, tensor); });
-    };
+    }
+    for (std::size_t e = expected.size(); e < one.received; ++e) {
+      expected.push_back(fails ? (one.is_in_place ? value_of(rank, e, tensor) : -1.0F)
+                         : one.collective == Collective::kBroadcast
+                             ? value_of(one.root, e, tensor)
+                             : sum_over(placement, [&](int r) { return value_of(r, e, tensor) + second; }) * scale);
+    }
     std::size_t from = 0, to = one.received;
     if (!fails && one.collective == Collective::kReduceScatter) {
       from = one.count * place / size;
       to = one.count * (place + 1) / size;
     }
-    bool is_right = true;
-    for (std::size_t e = from; e < to && is_right; ++e) {
-      const float value = expected(e);
-      is_right = std::memcmp(&value, one.output.get() + e, sizeof(value)) == 0;
+    const std::size_t bytes = (to - from) * sizeof(float);
+    check(bytes == 0 || std::memcmp(expected.data() + from, one.output.get() + from, bytes) == 0, what);
+    if (one.second) {
+      if (fails) std::fill(expected.begin(), expected.end(), second);
+      check(bytes == 0 || std::memcmp(expected.data(), one.second.get(), bytes) == 0, what + ", the second device");
+      std::fill_n(one.second.get(), one.count, -2.0F);
     }
-    check(is_right, what);
     // At once: a rank that is still reducing would see it.
-    std::fill_n(one.input.get(), one.count, -2.0F);
+    std::fill_n(one.input.get(), one.given, -2.0F);
     std::fill_n(one.output.get(), one.received, -2.0F);
   }
 }

@@ -12,16 +12,6 @@ namespace {
 
 using testing::check;
 
-template <class Exception>
-bool throws(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const Exception&) {
-    return true;
-  }
-  return false;
-}
-
 // So that nothing is too small for a schedule.
 Thresholds all_scheduled() { return parse_thresholds("inlined=0,inlined_direct=0"); }
 
@@ -96,21 +86,6 @@ const bool stale_claims = testing::add("claims that were last used 2^31 entries 
   check(!world.claims[0].finished.reached(1), "its claims are not finished");
 });
 
-const bool settings = testing::add("thresholds can be set by name, and wrong settings are refused", [] {
-  const Thresholds changed = parse_thresholds(" one_shot=128 , direct_chunk=8192,");
-  check(changed.one_shot == 128 && changed.direct_chunk == 8192, "set");
-  check(changed.large == Thresholds().large && parse_thresholds("").one_shot == Thresholds().one_shot, "left alone");
-  for (const char* wrong :
-       {"one_shot", "one_shoot=128", "one_shot=", "one_shot=-64", "one_shot=65", "one_shot=1e3", "one_shot=128x",
-        "one_shot=131136", "direct_chunk=0", "min_part=1048576", "one_shot=99999999999999999999", "one_shot=128,,"}) {
-    check(throws<std::invalid_argument>([&] { static_cast<void>(parse_thresholds(wrong)); }), wrong);
-  }
-  for (const ThresholdInfo& info : threshold_infos()) {
-    const std::uint32_t value = Thresholds().*info.field;
-    check(value >= info.least && value <= info.most && value % info.unit == 0, std::string("default of ") + info.name);
-  }
-});
-
 // Any setting gives chunks that the staging memory holds and that cut no element.
 const bool extremes = testing::add("plans are sound for the least and the greatest thresholds", [] {
   for (const ThresholdInfo& info : threshold_infos()) {
@@ -165,37 +140,6 @@ const bool fusion =
       }
       check(!schedule.fetch(1, entry), "nothing is left");
     });
-
-const bool apart = testing::add("what has another root, or is another operation, is not fused", [] {
-  const auto segment = Segment::create(2, 0, all_scheduled());
-  World& world = segment->world();
-  for (int i = 0; i < 6; ++i) {
-    Signature& agreed = world.slots[make_ready(world, "t" + std::to_string(i), 10, -i)].agreed;
-    if (i < 4) agreed.collective = Collective::kBroadcast;
-    if (i < 2) agreed.root = 1;
-  }
-  Alarm alarm(world, 0, std::chrono::seconds(10));
-  Schedule schedule(world, alarm);
-  Entry entry;
-  for (std::uint32_t i = 0; i < 3; ++i) {
-    check(schedule.fetch(i, entry) && entry.n_pieces == 2 && entry.root == (i == 0 ? 1 : 0), "two by two");
-  }
-});
-
-const bool fits = testing::add("what is fused fits in the staging memory", [] {
-  const auto segment = Segment::create(2, 0, all_scheduled());
-  World& world = segment->world();
-  for (int i = 0; i < 30; ++i) make_ready(world, "t" + std::to_string(i), 8000 + 1000 * static_cast<std::size_t>(i), 0);
-  Alarm alarm(world, 0, std::chrono::seconds(10));
-  Schedule schedule(world, alarm);
-  Entry entry;
-  bool is_fused = false;
-  for (std::uint32_t i = 0; schedule.fetch(i, entry); ++i) {
-    check(entry.staged_bytes <= world.layout.stage_bytes, std::to_string(entry.staged_bytes) + " bytes");
-    is_fused = is_fused || entry.n_pieces > 1;
-  }
-  check(is_fused, "some are");
-});
 
 const bool batches = testing::add("a batch of a device has one way to combine", [] {
   const std::pair<const char*, std::function<void(Signature&)>> all[] = {
@@ -260,31 +204,6 @@ const bool versions = testing::add("a slot that changed hands tells those who re
   bool given_anew = false;
   for (int i = 0; i < kSlots; ++i) given_anew |= table.find("later" + std::to_string(i))->slot == taken->slot;
   check(given_anew, "an announcement that was stale keeps no slot");
-});
-
-const bool busy = testing::add("when every slot is busy there is none", [] {
-  const auto segment = Segment::create(2, 0, all_scheduled());
-  World& world = segment->world();
-  Alarm alarm(world, 0, std::chrono::seconds(10));
-  TensorTable table(world, alarm);
-  std::vector<float> data(1);
-  for (int i = 0; i < kSlots; ++i) {
-    const std::string name = "name" + std::to_string(i);
-    table.announce(*table.find(name), allreduce(name, data));
-  }
-  check(!table.find("another").has_value(), "no slot");
-  check(table.find("name77").has_value(), "known names are found");
-});
-
-const bool segments = testing::add("a segment of another build, or no segment, is refused", [] {
-  const auto segment = Segment::create(3, 0, all_scheduled());
-  check(Segment::attach(segment->fd())->size() == 3, "attach");
-  for (const int size : {0, -1, kMaxRanks + 1}) {
-    check(throws<std::invalid_argument>([&] { static_cast<void>(Segment::create(size, 0, all_scheduled())); }), "size");
-  }
-  check(throws<std::exception>([] { static_cast<void>(Segment::attach(-1)); }), "no descriptor");
-  segment->world().magic ^= 1;
-  check(throws<std::invalid_argument>([&] { static_cast<void>(Segment::attach(segment->fd())); }), "magic");
 });
 
 }  // namespace
