@@ -88,22 +88,6 @@ const bool callbacks = testing::add("on_done is called exactly once, also for wh
   });
 });
 
-const bool one_name = testing::add("several threads of one rank wait for operations of one name", [] {
-  with_world(2, [&](Engine& engine, int rank) {
-    std::vector<std::thread> threads;
-    for (int t = 0; t < 3; ++t) {
-      threads.emplace_back([&] {
-        for (int i = 0; i < 1000; ++i) {
-          auto data = values_of(rank, 4096);
-          check(engine.run(allreduce("x", data)).ok(), "run");
-          check(same_bits(data, [](std::size_t e) { return sum_in_rank_order(2, e); }), "wrong bits");
-        }
-      });
-    }
-    for (auto& thread : threads) thread.join();
-  });
-});
-
 const bool late_waiter =
     testing::add("who waits for an operation that another thread completes leaves the next of its name alone", [] {
       with_world(2, [&](Engine& engine, int rank) {
@@ -142,20 +126,21 @@ const bool late_waiter =
     });
 
 const bool reused = testing::add("a handle that is over is submitted again, by many threads at once", [] {
-  constexpr int kThreads = 4, kTimes = 500;
+  constexpr int kThreads = 6, kTimes = 500;
   for (const int size : {2, 3}) {
     with_world(size, [size](Engine& engine, int rank) {
       std::vector<std::thread> threads;
       for (int t = 0; t < kThreads; ++t) {
         threads.emplace_back([&, t] {
-          // Two threads have a name in common; one size is not carried out inline.
-          std::vector<float> data(t == 3 ? 5000 : 4), result(data.size());
-          Request request = allreduce(t < 2 ? "common" : "own" + std::to_string(t), data);
+          // Two threads each have a name in common; one size is not carried out inline.
+          const bool is_common = t < 4, is_large = t == 2 || t == 3 || t == 5;
+          std::vector<float> data(is_large ? 5000 : 4), result(data.size());
+          Request request = allreduce(std::to_string(is_common ? t / 2 : t), data);
           request.outputs = {result.data()};
           const auto shared = std::make_shared<Request>(std::move(request));
           std::shared_ptr<Work> work;
           for (int i = 0; i < kTimes; ++i) {
-            data[0] = static_cast<float>(t < 2 ? rank : rank + i);
+            data[0] = static_cast<float>(is_common ? rank : rank + i);
             if (work) {
               engine.submit_to_wait(work);
             } else {
@@ -163,7 +148,7 @@ const bool reused = testing::add("a handle that is over is submitted again, by m
             }
             if (!engine.wait_briefly(*work)) engine.wait(*work);
             check(work->status().ok(), work->status().text());
-            check_equal(result[0], static_cast<float>(size * (size - 1) / 2 + (t < 2 ? 0 : size * i)), "sum");
+            check_equal(result[0], static_cast<float>(size * (size - 1) / 2 + (is_common ? 0 : size * i)), "sum");
           }
         });
       }

@@ -170,47 +170,37 @@ const bool ended = testing::add("the end of a connection is told once, after all
   check(ends[1]->test(receiving), "cancelled");
 });
 
-const bool strangers = testing::add("bytes of another program end the connection", [] {
-  const auto sockets = tcp_connections(2);
-  const auto end = tcp_transport(sockets[0]);
-  const std::string text = "GET / HTTP/1.1\r\nHost: example.org\r\n\r\n";
-  check(write(sockets[1][0], text.data(), text.size()) == static_cast<ssize_t>(text.size()), "sent");
-  char memory[64];
-  auto receiving = end->receive(1, kRecords, memory, sizeof(memory));
-  std::string fault;
-  for (int i = 0; i < 1000000 && fault.empty(); ++i) {
-    try {
-      check(!end->test(receiving), "taken for a message");
-    } catch (const TransportError& error) {
-      fault = error.what();
+const bool foreign = testing::add("bytes that are no message, or that nobody can wait for, end the connection", [] {
+  const auto headers = [](std::size_t n, std::uint64_t tag, std::uint64_t length) {
+    std::string bytes(16 * n, '\0');
+    for (std::size_t i = 0; i < n; ++i) {
+      std::memcpy(&bytes[16 * i], &tag, 8);
+      std::memcpy(&bytes[16 * i + 8], &length, 8);
     }
-  }
-  check(fault.find("none of our messages") != std::string::npos, fault);
-  close(sockets[1][0]);
-});
-
-const bool floods = testing::add("messages that are too long, or that nobody can wait for, end the connection", [] {
-  struct Header {
-    std::uint64_t tag, bytes;
+    return bytes;
   };
-  const std::vector<std::vector<Header>> all{
-      {{kPartials, kLongest + 1}}, {{kResults + 1, 0}}, {{kRecords, 65}}, std::vector<Header>(100, {kPartials, 0})};
-  for (const auto& headers : all) {
+  const std::pair<std::string, const char*> all[] = {
+      {"GET / HTTP/1.1\r\nHost: example.org\r\n\r\n", "none of our messages"},
+      {headers(1, kPartials, kLongest + 1), "none of our messages"},
+      {headers(1, kResults + 1, 0), "none of our messages"},
+      {headers(1, kRecords, 65), "longer than"},
+      {headers(100, kPartials, 0), "not ordered"}};
+  for (const auto& [bytes, says] : all) {
     const auto sockets = tcp_connections(2);
     const auto end = tcp_transport(sockets[0]);
     char memory[64];
     auto receiving = end->receive(1, kRecords, memory, sizeof(memory));
-    const std::size_t bytes = headers.size() * sizeof(Header);
-    check(write(sockets[1][0], headers.data(), bytes) == static_cast<ssize_t>(bytes), "sent");
-    bool is_foreign = false;
-    for (int i = 0; i < 1000000 && !is_foreign; ++i) {
+    check(write(sockets[1][0], bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()), "sent");
+    std::string fault;
+    for (int i = 0; i < 1000000 && fault.empty(); ++i) {
       try {
         check(!end->test(receiving), "taken for a message");
       } catch (const TransportError& error) {
-        is_foreign = error.kind == TransportError::Kind::kForeign && error.host == 1;
+        fault = error.what();
+        check(error.kind == TransportError::Kind::kForeign && error.host == 1, fault);
       }
     }
-    check(is_foreign, "not refused");
+    check(fault.find(says) != std::string::npos, says + (": " + fault));
     close(sockets[1][0]);
   }
 });
