@@ -19,7 +19,7 @@ from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.gpu.runtime import Device, activate
 from kvstore_hvd.gpu.streams import DeviceMemory, Stream
-from support.fake_cuda import compiled, fake_cuda, host_kernels, loaded
+from support.fake_cuda import fake_cuda, host_kernels
 
 IS_FAKE = bool(os.environ.get("KVHVD_TEST_FAKE_GPU"))
 _GUARD = 256
@@ -98,10 +98,10 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="session")
-def machine(tmp_path_factory):
+def machine():
     """The machine's GPU; skips where there is none."""
     if IS_FAKE:
-        with host_kernels(loaded(compiled(tmp_path_factory.mktemp("kernels")))), fake_cuda():
+        with host_kernels(), fake_cuda():
             yield
         return
     try:

@@ -16,21 +16,20 @@ from kvstore_hvd.errors import (
 )
 from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, expected_sum
-from support.fake_cuda import COMPILER, CUDARuntimeError, compiled, fake_cuda, host_kernels, loaded
+from support.fake_cuda import COMPILER, CUDARuntimeError, fake_cuda, host_kernels
 from support.gpu_claims import DLPack, OnGPU
 from support.host_executor import HostExecutor
 from support.launched import launched
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
+@pytest.fixture
+def kernels():
     """The real kernels, which a worker alone launches itself; several workers have a `HostExecutor`."""
     if launched().size > 1:
-        return contextlib.nullcontext
+        return contextlib.nullcontext()
     if COMPILER is None:
         pytest.skip("there is no C++ compiler")
-    library = loaded(compiled(tmp_path_factory.mktemp("kernels")))
-    return lambda: host_kernels(library)
+    return host_kernels()
 
 
 @pytest.fixture
@@ -38,7 +37,7 @@ def gpu(monkeypatch, tmp_path, size, kernels):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(segment, "create_executor", lambda engine, topology, ordinal: HostExecutor(engine))
     monkeypatch.setattr(numpy_ops, "_executors", {})
-    with kernels(), fake_cuda() as machine:
+    with kernels, fake_cuda() as machine:
         kvstore_hvd.barrier()
         kvstore_hvd.reset()
         yield machine

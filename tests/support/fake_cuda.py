@@ -9,6 +9,8 @@ current device of its own.
 from __future__ import annotations
 
 import ctypes
+import functools
+import hashlib
 import os
 import queue
 import shutil
@@ -34,10 +36,8 @@ __all__ = [
     "CUDARuntimeError",
     "FakeCuda",
     "FakeDevice",
-    "compiled",
     "fake_cuda",
     "host_kernels",
-    "loaded",
 ]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -303,26 +303,29 @@ def fake_cuda() -> Iterator[FakeCuda]:
         runtime.cupy.cache_clear()
 
 
-def compiled(folder: Path) -> Path:
-    """The kernels as a library in the folder."""
-    path = folder / "libkernels.so"
-    includes = [f"-I{ROOT / each}" for each in ("native/cuda", "native", "tests/native/cuda")]
-    flags = ["-std=c++17", "-O0", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
+@functools.cache
+def _library() -> Any:
+    """The kernels, compiled once for each state of their sources."""
     source = ROOT / "tests" / "support" / "host_kernels.cpp"
-    subprocess.run([str(COMPILER), *flags, *includes, "-o", str(path), str(source)], check=True)
-    return path
-
-
-def loaded(path: Path) -> Any:
-    """What `compiled` made, for `host_kernels`."""
+    folders = [ROOT / each for each in ("native/cuda", "native", "tests/native/cuda")]
+    files = sorted({source, *(file for folder in folders for file in folder.rglob("*.[ch][pu]*"))})
+    digest = hashlib.sha256(b"".join(map(Path.read_bytes, files))).hexdigest()
+    path = ROOT / "build" / f"kernels-{digest[:16]}.so"
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        flags = ["-std=c++17", "-O0", "-ffp-contract=off", "-fPIC", "-shared", "-pthread"]
+        includes, made = [f"-I{folder}" for folder in folders], f"{path}.{os.getpid()}"
+        subprocess.run([str(COMPILER), *flags, *includes, "-o", made, str(source)], check=True)
+        os.replace(made, path)
     library = ctypes.CDLL(str(path))
     library.run_kernel.argtypes = [ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p]
     return library
 
 
 @contextmanager
-def host_kernels(library: Any) -> Iterator[None]:
-    """Let the stand-in launch these inside."""
+def host_kernels() -> Iterator[None]:
+    """Let the stand-in launch the real kernels inside."""
+    library = _library()
 
     def run(name: str, arguments: list[Any], grid: tuple[int, ...]) -> None:
         world = int(arguments[0]) if len(arguments) == 2 else None

@@ -14,7 +14,7 @@ from kvstore_hvd.world import gpus
 from kvstore_hvd.world.gpus import create_executor
 from kvstore_hvd.world.topology import Host, Topology
 from support.executor_cases import STAGING, ExecutorCases, Ranks
-from support.fake_cuda import COMPILER, FakeDevice, compiled, fake_cuda, host_kernels, loaded
+from support.fake_cuda import COMPILER, FakeDevice, fake_cuda, host_kernels
 from support.gpu_ranks import Exchange, HostArray, on_ranks
 
 
@@ -127,18 +127,13 @@ class Cases(ExecutorCases):
         return HostArray
 
 
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    return loaded(compiled(tmp_path_factory.mktemp("kernels")))
-
-
 @pytest.mark.skipif(COMPILER is None, reason="there is no C++ compiler")
 class TestKernels(Cases):
     kind = KernelRanks
 
     @pytest.fixture
-    def machine(self, library):
-        with host_kernels(library), fake_cuda() as machine:
+    def machine(self):
+        with host_kernels(), fake_cuda() as machine:
             yield machine
 
 
