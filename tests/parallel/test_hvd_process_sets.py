@@ -107,9 +107,10 @@ def test_a_set_with_a_rank_that_does_not_exist_any_more(dynamic, rank, size):
     number = registry.next_number
     entry = process_sets._Registered(number, SetMember([0, size], number), gone)
     gone._registered = registry.sets[number] = entry
-    registry.next_number += 1
+    registry.next_number = number + 1 if rank == 0 else 1  # the others are new
     process_sets.rejoin()
     assert process_sets.process_sets() == [hvd.global_process_set, gone]
+    assert hvd.add_process_set([0]).process_set_id == number + 1
     with pytest.raises(kvstore_hvd.InvalidRequestError, match="has ranks that do not exist any more"):
         hvd.allreduce(mx.nd.ones((2,)), process_set=gone)
 

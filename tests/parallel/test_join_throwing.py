@@ -1,5 +1,7 @@
 """Contexts that throw as soon as one worker has no more input: nothing of the others' last iteration stays behind."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -184,8 +186,15 @@ def test_an_exception_in_an_iteration_that_is_not_to_be(rank, size):
 @pytest.mark.needs(2)
 def test_errors_that_nobody_reads_are_raised_again_after_it(rank, size):
     """Only inside nobody asks for them: they may be those of what is withdrawn."""
-    joinable = Nothing()
-    run_epoch(lambda x: joinable.step(), [1 + (each > 0) for each in range(size)], rank, 0, [joinable])
+    joinable, unread = Nothing(), []
+
+    def step(_):
+        unread.append(mx.nd.random.normal(0, -1 if rank == 0 else 1, (2,)))
+        joinable.step()
+
+    run_epoch(step, [1 + (each > 0) for each in range(size)], rank, 0, [joinable])
+    with pytest.raises(mx.base.MXNetError, match="scale") if rank == 0 else contextlib.nullcontext():
+        process.current().member.check()
     failing = hvd.allreduce(mx.nd.ones((2 + (rank == 0),)), name="failing")
     with pytest.raises(MismatchError, match="'failing'"):
         until(process.current().member.check)

@@ -15,7 +15,7 @@ from kvstore_hvd import _ImportHook, mxnet_compat
 from kvstore_hvd.mxnet_compat import numpy_shim
 from support.patience import patient
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(mxnet_compat.__file__).parents[2]
 NAMES = {*numpy_shim._NAMES, *numpy_shim._FINANCIAL}
 HAS_MXNET = importlib.util.find_spec("mxnet") is not None
 
@@ -133,8 +133,9 @@ assert not [finder for finder in sys.meta_path if isinstance(finder, kvstore_hvd
 
 @pytest.mark.skipif(not HAS_MXNET, reason="MXNet is not installed")
 def test_threads_may_import_at_once(tmp_path):
-    path = map(str, (ROOT / "kvstore_hvd" / "mxnet_compat" / "site", ROOT))
-    python(THREADS, cwd=tmp_path, KVHVD_AS_HOROVOD="1", PYTHONPATH=os.pathsep.join(path))
+    path = os.pathsep.join(map(str, (ROOT / "kvstore_hvd" / "mxnet_compat" / "site", ROOT)))
+    python(THREADS, cwd=tmp_path, KVHVD_AS_HOROVOD="1", PYTHONPATH=path)
+    python("import horovod; horovod.run", cwd=tmp_path, KVHVD_AS_HOROVOD="True", PYTHONPATH=path)
 
 
 @pytest.mark.skipif(not HAS_MXNET, reason="MXNet is not installed")
