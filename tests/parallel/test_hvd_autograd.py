@@ -93,7 +93,8 @@ def test_broadcast(kind, rank, size):
     """The root gets the sum of all gradients, the others get zeros."""
     for root in range(size):
         together = lambda xs, root=root: [xs[root] + sum(x * 0 for x in xs)] * size  # noqa: E731
-        check(kind, rank, size, (3, 4), lambda x, root=root: hvd.broadcast(x, root), together)
+        for shape in ((3, 4), ()):
+            check(kind, rank, size, shape, lambda x, root=root: hvd.broadcast(x, root), together)
 
 
 @pytest.mark.parametrize(("op", "rows"), [("Sum", 1), ("Average", 5)])
