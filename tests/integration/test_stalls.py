@@ -113,6 +113,7 @@ def compute_with_a_sum_under_way():
     assert total.asnumpy()[0] == 1
     sys.exit()
 def stop():
+    time.sleep(1)  # others have seen it run
     say(f'stopping {os.getpid()}\\n'); os.kill(os.getpid(), signal.SIGSTOP)
 def wait_in_y():
     kvstore_hvd.allreduce(np.ones(3), 'y')

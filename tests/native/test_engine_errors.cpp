@@ -112,11 +112,12 @@ const bool first_failure = testing::add("what failed a world first stays its fai
 const bool leaving = testing::add("a rank that left is named by those who still need it, and by nobody else", [] {
   with_world(3, [&](Engine& engine, int rank) {
     check(barrier(engine).ok(), "the barrier");
-    if (rank == 2) {
-      engine.shutdown();
-      return;
-    }
-    auto data = values_of(rank, 10);
+    auto pending = values_of(rank, 10), data = values_of(rank, 10);
+    if (rank != 2) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    const auto work = engine.submit(allreduce("pending", pending));
+    if (rank == 2) engine.shutdown();
+    check(engine.wait(*work).ok(), "what it has submitted is completed: " + work->status().text());
+    if (rank == 2) return;
     const Status status = engine.run(allreduce("gone", data));
     check(status.code() == ErrorCode::kPeerLost, status.text());
     check(contains(status.text(), "left in good order"), status.text());

@@ -223,6 +223,22 @@ const bool late_rank = testing::add("a rank watches the others before it takes p
   joining.join();
 });
 
+const bool has_left = testing::add("a rank that has left in good order wakes nobody when its process ends", [] {
+  if (thread_sanitizer()) return;
+  const auto segment = Segment::create(2);
+  const pid_t leaver = spawn(*segment, 1, [&](Engine& engine) {
+    while (segment->world().rank(0).presence != Presence::kJoined) usleep(1000);
+    return engine.shutdown() ? 0 : 1;
+  });
+  Liveness watcher(segment->world(), 0, "testhost", true);
+  segment->world().rank(0).presence = Presence::kJoined;
+  while (!watcher.poll(std::chrono::milliseconds(1)) && waitpid(leaver, nullptr, WNOHANG) == 0) {
+  }
+  const auto begun = Clock::now();
+  for (int i = 0; i < 2; ++i) check(!watcher.poll(std::chrono::milliseconds(100)), "it has not died");
+  check(Clock::now() - begun >= std::chrono::milliseconds(100), "nothing wakes the watcher");
+});
+
 const bool another_process = testing::add("another process with the pid of a rank that is gone is not that rank", [] {
   if (thread_sanitizer()) return;
   const auto segment = Segment::create(2);

@@ -99,7 +99,8 @@ class Script final : public Transport {
     std::size_t bytes = 0;
     if (peer.earlier.empty() && std::exchange(peer.has_greeted, true)) {
       bytes = std::min(peer.stream.size(), peer.room - kHead);
-      if (!in_one_message && bytes > 1 && random() % 2 == 0) bytes = 1 + random() % (random() % 2 == 0 ? 64 : bytes);
+      const std::size_t most[] = {1, 64, bytes};  // single bytes: also where a record ends
+      if (!in_one_message && bytes > 1 && random() % 4 != 0) bytes = 1 + random() % most[random() % 3];
       bytes = std::min(bytes, peer.stream.size());
     }
     std::vector<char>& stream = peer.earlier.empty() ? peer.stream : peer.earlier;

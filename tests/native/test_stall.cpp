@@ -46,7 +46,7 @@ std::vector<std::string> missed_names(const Engine& engine) {
 }
 
 const bool late_rank = testing::add("who waits names the late ranks, and a late rank names what it has missed", [] {
-  std::atomic<int> looked{0};
+  std::atomic<int> looked{0}, saw_both{0};
   with_world(4, [&](Engine& engine, int rank) {
     check(barrier(engine).ok(), "all have joined");
     auto first = values_of(rank, 100), second = values_of(rank, 50000);
@@ -56,14 +56,16 @@ const bool late_rank = testing::add("who waits names the late ranks, and a late 
       works.push_back(engine.submit(allreduce("second", second)));
     };
     if (rank != 2) {
+      if (rank == 3) check(until([&] { return saw_both.load() == 2; }), "rank 3 is late, too");
       submit();
       std::vector<Waiting> all;
-      check(until([&] {
-              all = waiting(engine);
-              return all.size() == 2 && all[0].blamed.ranks == std::vector<int>{2} &&
-                     all[1].blamed.ranks == std::vector<int>{2};
-            }),
-            "both wait for rank 2 only");
+      const auto wait_for = [&](const std::vector<int>& late) {
+        all = waiting(engine);
+        return all.size() == 2 && all[0].blamed.ranks == late && all[1].blamed.ranks == late;
+      };
+      if (rank < 2) check(until([&] { return wait_for({2, 3}); }), "both wait for ranks 2 and 3");
+      saw_both.fetch_add(1);
+      check(until([&] { return wait_for({2}); }), "both wait for rank 2 only");
       for (const Waiting& one : all) {
         check(!one.blamed.announced_by_all, "rank 2 has not announced it");
         check_equal(one.operation, "allreduce '" + one.name + "'", "what is waited for");
@@ -162,7 +164,9 @@ class Ghost {
 const bool inside = testing::add("a rank that stops inside the collective is the one to blame", [] {
   const auto segment = Segment::create(2);
   Ghost ghost(*segment, 1);
-  Engine engine(segment, 0, thread_options());
+  EngineOptions options = thread_options(std::chrono::seconds(2));
+  options.waits_for_busy = true;  // it does not compute
+  Engine engine(segment, 0, options);
   auto data = values_of(0, 50000), ghosts = values_of(1, 50000);
   const auto work = engine.submit(allreduce("large", data));
   check_equal(ghost.missed()->size(), std::size_t{1}, "missed before");
@@ -173,8 +177,8 @@ const bool inside = testing::add("a rank that stops inside the collective is the
           return all.size() == 1 && all[0].blamed.announced_by_all && all[0].blamed.ranks == std::vector<int>{1};
         }),
         "rank 1 is behind");
-  engine.abort("the test is over");
-  check(!engine.wait(*work).ok(), "failed");
+  if (!engine.wait(*work, std::chrono::seconds(30))) engine.abort("the test is over");
+  check(engine.wait(*work).code() == ErrorCode::kTimeout, work->status().text());
   check(waiting(engine).empty(), "a lost world has nobody who waits");
   check(engine.missed(kMost).has_value() && engine.missed(kMost)->empty(), "nor who is late");
 });
@@ -242,6 +246,8 @@ const bool ceased = testing::add("a call of MXNet that no look has seen of late 
   const auto now = Clock::now();
   check(activity.in_mxnet_since(now).has_value(), "seen a moment ago");
   check(!activity.in_mxnet_since(now + std::chrono::minutes(1)).has_value(), "seen a minute ago");
+  activity.set_line("train.py:3", {{1, false}});
+  check(*activity.in_mxnet_since(Clock::now()) > now, "another call of the same thread");
   activity.set_line("train.py:4", {});
   check(!activity.in_mxnet_since(now).has_value(), "it is over");
 });

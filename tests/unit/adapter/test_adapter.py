@@ -98,6 +98,13 @@ def test_arrays_that_cannot_be_used_fail_on_every_rank(pair, make, fact):
     assert fact in str(caught.value)
 
 
+def test_neighbouring_slices_do_not_overlap(pair):
+    memory = ONES((8,))
+    pair.pushpull("w", [memory[:4]], [memory[4:]])
+    pair.other.wait(pair.submit("w", ramp((4,))))
+    np.testing.assert_array_equal(memory.asnumpy(), [*np.ones(4), *(1 + ramp((4,)))])
+
+
 def test_operations_outlive_the_adapter_and_its_engine():
     world = World()
     array = mx.nd.ones((4,))
