@@ -258,6 +258,7 @@ struct Outcome {
   bool are_right = true;  // the results of operations without error
   ErrorCode failure = ErrorCode::kOk;
   std::string text;
+  std::size_t left = 0;  // operations that hosts have announced, and no rank of the tested host
 
   bool is_refused() const { return text.find("sent what is no record of this version") != std::string::npos; }
 };
@@ -301,6 +302,7 @@ Outcome run(const std::shared_ptr<Script>& script, int tested, const std::vector
   }
   for (auto& rank : ranks) rank.join();
   Outcome& outcome = outcomes[0];
+  if (ends) outcome.left = engines[0]->missed(kSlots).value_or(std::vector<Missed>(1)).size();
   outcome.are_right = outcome.are_right && outcomes[1].are_right;
   if (segment->world().failure.is_set()) {
     outcome.failure = segment->world().failure.code();
@@ -376,6 +378,7 @@ const bool valid = testing::add("valid streams are followed", [] {
     for (const Status& status : outcome.statuses)
       check(status.ok(), "seed " + std::to_string(seed) + ": " + status.text());
     check(outcome.are_right, "seed " + std::to_string(seed) + ": wrong results");
+    check(outcome.left == 0, "seed " + std::to_string(seed) + ": records came twice");
   }
 });
 

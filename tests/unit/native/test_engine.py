@@ -84,6 +84,19 @@ def test_errors_reach_the_others_whatever_their_texts(how, arguments):
         engine.shutdown()
 
 
+def test_ctrl_c_ends_the_wait_for_everything():
+    ours, theirs = engines_of_two()
+    array = np.ones(3, np.float32)
+    place = [array.ctypes.data]
+    ours.submit(native.Request("allreduce", "x", "'x'", place, place, (3,), "float32"))
+    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        ours.wait_for_all(2.0)
+    assert "was interrupted" in str(theirs.health())
+    for engine in (theirs, ours):
+        engine.shutdown()
+
+
 def test_nothing_is_under_way_after_ctrl_c():
     """Then the arrays may be freed: a device that has begun is waited for, and the others are told why."""
     ours, theirs = engines_of_two()
