@@ -12,12 +12,11 @@ import sys
 
 import pytest
 
-from support.launched import launched
+from support.launchers import launched
 from support.patience import patient
 
 
 def pytest_report_header():
-    """Say which package is tested, by which rank of how many, under which launcher."""
     package = importlib.util.find_spec("kvstore_hvd")
     launcher, rank, size = launched()
     return [
@@ -68,11 +67,9 @@ def world(_process):
 
 @pytest.fixture
 def rank(world):
-    """Return the rank of this process in the world."""
     return int(world.rank)
 
 
 @pytest.fixture
 def size(world):
-    """Return the number of ranks in the world."""
     return int(world.size)

@@ -53,7 +53,6 @@ class Step:
 
     @property
     def name(self) -> str:
-        """The name of the step, also that of its folder of logs."""
         chosen = "" if "not" in self.marks or not self.marks else f"-{self.marks.split()[0]}"
         hosts = f"-hosts-{self.hosts}" if self.hosts else ""
         return f"{self.folder}-{self.launcher}-{self.ranks}{hosts}{chosen}" if self.launcher else self.folder
@@ -195,7 +194,6 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line; what follows ``--`` goes to pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help="unit, parallel, integration or hosts (default: all)")
     kind = parser.add_mutually_exclusive_group()
@@ -215,7 +213,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the suite; returns the exit code: 0 when everything passed."""
     options = parse(arguments)
     # Where they are ignored (nohup, the background of a script) what is started here would inherit that.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):

@@ -23,8 +23,7 @@ from fuzz.differences import drawn
 from kvstore_hvd.join import Join
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, ordered_sum, sum_of_ranks
 from support.gluon import array, gradients, parameters, weights
-from support.networks import BATCH, MODES, NETWORKS, built
-from support.rounding import apart, sgd_roundings
+from support.networks import BATCH, MODES, NETWORKS, apart, built, sgd_roundings
 from support.zero_copy import meet_again, zero_copy
 
 __all__ = ["Training", "draw", "run_training"]

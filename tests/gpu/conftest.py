@@ -70,8 +70,6 @@ class Arena:
 
 
 class DeviceArray:
-    """An array with guards on both sides."""
-
     def __init__(self, arena, raw, shift=0):
         self.nbytes, self._arena, self._before = len(raw), arena, _GUARD + shift
         whole = np.full(self._before + len(raw) + _GUARD, _FILL, np.uint8)
@@ -91,7 +89,6 @@ class DeviceArray:
 
 
 def pytest_collection_modifyitems(items):
-    """Mark all that is here."""
     for item in items:
         if "tests/gpu" in item.path.as_posix():
             item.add_marker(pytest.mark.gpu)
@@ -113,7 +110,6 @@ def machine():
 
 @pytest.fixture(scope="session")
 def device(machine):
-    """The first GPU, which is the current one."""
     activate(0)
     return Device.of(0, "here")
 
@@ -127,7 +123,6 @@ def _arena(device):
 
 @pytest.fixture
 def arena(_arena):
-    """Memory for the arrays of a test."""
     activate(0)
     _arena.reset()
     return _arena

@@ -21,8 +21,6 @@ MANY_ON_ONE = bool(os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE"))
 
 
 class RingRanks(Ranks):
-    """Our kernels."""
-
     kind = "kernels"
 
     def __init__(self, device, size, timeout_s=PATIENCE_S):
@@ -41,8 +39,6 @@ class RingRanks(Ranks):
 
 
 class NcclRanks(Ranks):
-    """NCCL."""
-
     kind = "nccl"
 
     def __init__(self, device, size):
@@ -81,20 +77,14 @@ def rings(device, arena):
 
 
 class TestKernels(ExecutorCases):
-    """Our kernels, ranks that share the GPU."""
-
     @pytest.fixture
     def ranks(self, rings):
-        """Make them."""
         return rings
 
 
 class TestNccl(ExecutorCases):
-    """NCCL."""
-
     @pytest.fixture
     def ranks(self, device, arena):
-        """Make them."""
         made = []
 
         def make(size):

@@ -44,7 +44,6 @@ def finish(stream):
 
 
 def reduced(ranks, new, way, reduction, given, shift=0, blocks=0):
-    """What an allreduce of the kind gives on each rank."""
     if way == "ring" and ranks.size == 1:
         pytest.skip("there is no ring of one")
     arrays = [new(raw, shift) for raw in given]

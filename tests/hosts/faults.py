@@ -72,7 +72,6 @@ def cause(network: Network, mpi: Launcher, event: str) -> Outcome:
 
 
 def _left(network: Network) -> list[str]:
-    """What there still is on the hosts that run."""
     left = [f"{name}: process {_command(pid)}" for name in network.running for pid in network.processes(name)]
     return left + [f"{name}: {file}" for name in network.running for file in network.shared_files(name)]
 

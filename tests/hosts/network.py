@@ -75,7 +75,6 @@ class Network:
 
     @property
     def running(self) -> list[str]:
-        """The hosts that have not crashed."""
         return list(self._holders)
 
     def _space(self, name: str) -> str:
@@ -126,7 +125,6 @@ class Network:
             self._serve(name)
 
     def rename(self, name: str, interface: str) -> None:
-        """Give the interface of a host another name than eth0."""
         for words in (["eth0", "down"], ["eth0", "name", interface], [interface, "up"]):
             _ip("-n", self._space(name), "link", "set", *words)
 
@@ -200,7 +198,6 @@ class Network:
         return 0
 
     def shared_files(self, name: str) -> list[str]:
-        """What lies in the shared memory of a host."""
         first = (self.folder / f"{name}.pid").read_text()
         return os.listdir(Path("/proc", first, "root", "dev", "shm"))
 
@@ -216,11 +213,9 @@ class Network:
         holder.wait()
 
     def cut(self, name: str) -> None:
-        """Cut a host off from the others."""
         subprocess.run(["ip", "-n", self._bridge, "link", "set", name, "down"], capture_output=True, check=False)
 
     def heal(self, name: str) -> None:
-        """Undo `cut`."""
         _ip("-n", self._bridge, "link", "set", name, "up")
 
     def part(self, name: str, other: str) -> None:
@@ -228,7 +223,6 @@ class Network:
         _ip("-n", self._space(name), "route", "add", "unreachable", self._address(other))
 
     def rejoin(self, name: str, other: str) -> None:
-        """Undo `part`."""
         _ip("-n", self._space(name), "route", "del", "unreachable", self._address(other))
 
     def _address(self, name: str) -> str:
@@ -263,7 +257,6 @@ class HostsJob(ElasticJob):
         super().__init__(folder, marker, beside=network.beside, options=options, **more)
 
     def machine(self, worker: int) -> str:
-        """The host of a worker."""
         return str(self.events("worker_started", worker=worker)[-1]["slot"]).partition(":")[0]
 
     def pid(self, worker: int) -> int:
@@ -271,11 +264,9 @@ class HostsJob(ElasticJob):
         return self.network.number(self.machine(worker), super().pid(worker))
 
     def of_host(self, name: str) -> list[int]:
-        """The members of the newest world on a host."""
         return [worker for worker in self.members() if self.machine(worker) == name]
 
     def everything(self) -> list[int]:
-        """All processes of the job."""
         on_hosts = [pid for name in self.network.running for pid in self.network.processes(name)]
         return [*processes(self.marker), *on_hosts]
 

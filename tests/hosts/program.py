@@ -11,7 +11,6 @@ import kvstore_hvd
 
 
 def say(text):
-    """One line in this worker's file, with the time."""
     out.write(f"{time.time():.3f} {text}\n")
 
 

@@ -32,7 +32,6 @@ print([mine.rank, mine.local_rank, mine.local_size, mine.cross_rank, mine.cross_
 
 @pytest.fixture
 def network(tmp_path, request):
-    """Two hosts, or as many as the test asks for."""
     with Network(tmp_path, getattr(request, "param", 2)) as network:
         yield network
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from support.launched import launched
+from support.launchers import launched
 
 pytest.register_assert_rewrite("support.zero_copy")  # it asserts for the tests, and should say as much as they do
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from fuzz.runner import run_programs
-from support.launched import launched
+from support.launchers import launched
 
 pytestmark = pytest.mark.sizes
 

@@ -19,7 +19,7 @@ from support.arrays import assert_same_bits, contribution, expected_sum
 from support.fake_cuda import COMPILER, CUDARuntimeError, fake_cuda, host_kernels
 from support.gpu_claims import DLPack, OnGPU
 from support.host_executor import HostExecutor
-from support.launched import launched
+from support.launchers import launched
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.mxnet import basics
 from support.arrays import by_host
-from support.launched import launched
+from support.launchers import launched
 from support.patience import in_child
 
 mx = pytest.importorskip("mxnet")

@@ -60,12 +60,10 @@ def sum_of_ranks(parts: list[Array], ranks: Sequence[int] | None = None) -> Arra
 
 
 def expected_sum(size: int, shape: tuple[int, ...], dtype: str, seed: object = 0) -> Array:
-    """Return the sum of all ranks' contributions, as `sum_of_ranks`."""
     return sum_of_ranks([contribution(rank, shape, dtype, seed) for rank in range(size)])
 
 
 def assert_same_bits(actual: Array, expected: Array) -> None:
-    """Fail unless both have the same shape, dtype and bits."""
     assert actual.dtype == expected.dtype
     assert actual.shape == expected.shape
     assert actual.tobytes() == expected.tobytes(), f"{actual.ravel()[:8]} instead of {expected.ravel()[:8]}"

@@ -20,8 +20,6 @@ from support.jobs import TESTS, Job, Lines, variables_of
 from support.launchers import kvhvdrun
 from support.patience import patient
 
-__all__ = ["KINDS", "ElasticJob", "assert_all_right"]
-
 KINDS = ("Trainer", "DistributedTrainer", "DistributedOptimizer")
 Line = dict[str, Any]
 TRAINEE = [sys.executable, str(TESTS / "support" / "elastic_trainee.py")]
@@ -63,19 +61,16 @@ class ElasticJob(Job):
         return self._logs.setdefault(worker, Lines(self.folder / f"worker-{worker}.jsonl")).read()
 
     def lines(self, what: str = "", worker: Optional[int] = None) -> list[Line]:
-        """Return what workers have written so far, in the order of time."""
         files = self.folder.glob("worker-*.jsonl")
         workers = [int(path.stem.partition("-")[2]) for path in files] if worker is None else [worker]
         found = (line for each in workers for line in self._of(each) if what in ("", line["what"]))
         return sorted(found, key=lambda line: float(line["t"]))
 
     def done(self, worker: int, generation: int) -> list[Line]:
-        """Return the steps that a worker has made in a world."""
         newest = takewhile(lambda line: line.get("generation", generation) >= generation, reversed(self._of(worker)))
         return [line for line in newest if line["what"] == "done" and line["generation"] == generation][::-1]
 
     def machine(self, worker: int) -> str:
-        """Where a worker runs; all names of this machine are one."""
         return "here"
 
     def until_step(self, steps: int = 3, *, size: Optional[int] = None, after: int = -1) -> int:
@@ -90,7 +85,6 @@ class ElasticJob(Job):
         return found[-1] - 1
 
     def set_slots(self, slots: Sequence[tuple[str, int]]) -> None:
-        """Change what the discovery script says."""
         self._write("hosts", "".join(f"{host}:{number}\n" for host, number in slots))
 
     def _write(self, name: str, text: str) -> None:
@@ -100,13 +94,10 @@ class ElasticJob(Job):
         new.rename(self.folder / name)
 
     def finish(self) -> None:
-        """Let the workers end after the generation that they are in."""
         self.go("finish")
 
 
 class Step(NamedTuple):
-    """One step of all workers."""
-
     generation: int  # of the world
     shown: int  # how often all samples have been seen before: the epoch of the training
     indices: list[list[int]]  # of each rank

@@ -13,7 +13,6 @@ from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, T
 
 
 def sent(message: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
-    """A message as it arrives."""
     text = json.loads(json.dumps(message))
     assert take(text, kinds) == text
     return take(text, kinds)
@@ -55,7 +54,6 @@ class Play:
         self.say(worker, "enter", host=host, pid=100 + worker, addresses=addresses, ranks=ranks)
 
     def start_all(self) -> None:
-        """The workers of a job that replaces nobody start, one after the other."""
         for number in range(self.settings.max_np):
             self.job.started(number, 100 + number, self.now)
         self._take()
@@ -73,19 +71,16 @@ class Play:
             self.say(worker, "ready", generation=known.generation, **fields)
 
     def meet(self) -> list[int]:
-        """The members of the current generation meet; returns them."""
         generation = self.job.generation
         for member in generation.members:
             self.say(member.id, "joined", generation=generation.number)
         return self.members
 
     def begin(self) -> list[int]:
-        """All who run are ready, and meet."""
         self.ready(*self.running)
         return self.meet()
 
     def commit(self) -> list[int]:
-        """All members come to a commit, and meet those that are ready."""
         self.ready(*self.members, cause="updated")
         return self.meet()
 
@@ -104,12 +99,10 @@ class Play:
 
     @property
     def running(self) -> list[int]:
-        """Workers whose end is not known."""
         return [worker.id for worker in self.job.running]
 
     @property
     def members(self) -> list[int]:
-        """The last generation, in the order of ranks."""
         return [worker.id for worker in self.job.generation.members]
 
     @property
@@ -151,7 +144,6 @@ class Play:
 
 
 def begun(hosts: dict[str, int], **settings: Any) -> Play:
-    """A job whose workers have met."""
     play = Play(hosts, **settings)
     play.begin()
     return play

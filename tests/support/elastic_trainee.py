@@ -78,7 +78,6 @@ class Training:
         self._loss = gluon.loss.SoftmaxCrossEntropyLoss()
 
     def backward(self, indices: Sequence[int]) -> None:
-        """Compute the gradients of the summed loss of these samples."""
         which = np.asarray(indices)
         with autograd.record():
             labels = array(self._labels[which].astype(np.float32))
@@ -86,7 +85,6 @@ class Training:
         loss.backward()
 
     def replay(self, kind: str, schedule: Sequence[Sequence[Sequence[Sequence[int]]]]) -> None:
-        """Do in this process the steps of workers that train in this way."""
         for step in schedule:
             sums = []
             for host in step:
@@ -110,8 +108,6 @@ class Training:
 
 
 class Worker:
-    """What this worker did, and what is to happen to it."""
-
     def __init__(self, folder: Path) -> None:
         self.id = int(os.environ["KVHVD_WORKER"])
         self._fd = os.open(folder / f"worker-{self.id}.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -124,7 +120,6 @@ class Worker:
         os.write(self._fd, json.dumps(line).encode() + b"\n")
 
     def reach(self, name: str) -> None:
-        """Come to a point."""
         for each in self._points:
             if (each["point"], each["count"]) == (name, self._counts[name]):
                 if each["delay_s"]:
@@ -134,8 +129,6 @@ class Worker:
         self._counts[name] += 1
 
     def state(self) -> type[Any]:
-        """The class of a state whose methods are points."""
-
         def watched(name: str) -> Any:
             def method(state: Any, *arguments: Any) -> None:
                 self.reach(POINTS[name])
@@ -182,7 +175,6 @@ def train(state: Any, training: Training, worker: Worker, options: argparse.Name
 
 
 def main() -> None:
-    """Train, or replay, and write down what came out."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--batch-size", type=int, default=7)

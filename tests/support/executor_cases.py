@@ -20,15 +20,11 @@ from kvstore_hvd.gpu.launcher import ENTRIES
 from support.gpu_ranks import combined, device_operation, finish, on_ranks, samples
 from support.patience import patient
 
-__all__ = ["STAGING", "ExecutorCases", "Make", "New", "Ranks"]
-
 #: Bytes of staging memory that the executors have.
 STAGING = 2 << 20
 
 
 class Ranks:
-    """Executors of one kind, one for each rank."""
-
     kind: str
     size: int
     executors: list[Executor]
@@ -50,8 +46,6 @@ def empty(new: New, nbytes: int, shift: int = 0) -> Any:
 
 
 def in_place(world: Ranks, new: New, given: list[Any], count: int, *how: Any, **more: Any) -> list[Any]:
-    """What an allreduce in place of one array gives on each rank."""
-
     def work(rank: int, executor: Executor) -> Any:
         array = new(given[rank])
         finish(executor.start("allreduce", [device_operation([array.address], [array.address], count, *how, **more)]))

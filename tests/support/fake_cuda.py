@@ -31,15 +31,6 @@ import pytest
 from kvstore_hvd.gpu import kernels, runtime
 from support.gpu_claims import OnGPU
 
-__all__ = [
-    "COMPILER",
-    "CUDARuntimeError",
-    "FakeCuda",
-    "FakeDevice",
-    "fake_cuda",
-    "host_kernels",
-]
-
 ROOT = Path(__file__).resolve().parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 
@@ -57,8 +48,6 @@ class CUDARuntimeError(RuntimeError):
 
 @dataclass(frozen=True)
 class FakeDevice:
-    """What CUDA says about a device."""
-
     uuid: bytes
     name: str = "Fake GPU"
     capability: tuple[int, int] = (9, 0)
@@ -67,8 +56,6 @@ class FakeDevice:
 
 @dataclass
 class FakeCuda:
-    """The machine, and what was asked of it."""
-
     devices: list[FakeDevice] = field(default_factory=lambda: [FakeDevice(bytes([n]) * 16) for n in range(8)])
     peers: Callable[[int, int], bool] = lambda a, b: True
     calls: list[tuple[Any, ...]] = field(default_factory=list)
@@ -178,6 +165,9 @@ class _Runtime(SimpleNamespace):
             streamDestroy=lambda stream: cuda.streams.pop(stream).push(None),
             eventDestroy=cuda.events.pop,
             eventQuery=lambda address: 0 if cuda.events[address][1].is_set() else NOT_READY,
+            pointerGetAttributes=told(
+                "pointerGetAttributes", lambda address: SimpleNamespace(device=cuda.places.get(address, cuda.current))
+            ),
         )
         self._cuda = cuda
 
@@ -189,10 +179,6 @@ class _Runtime(SimpleNamespace):
         major, minor = device.capability
         name, count = device.name.encode(), device.multiprocessors
         return {"name": name, "major": major, "minor": minor, "multiProcessorCount": count}
-
-    def pointerGetAttributes(self, address: int) -> Any:
-        self._cuda.called("pointerGetAttributes", address)
-        return SimpleNamespace(device=self._cuda.places.get(address, self._cuda.current))
 
     def memcpyAsync(self, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
         self._cuda.called("memcpyAsync", target, source, nbytes, stream)
@@ -224,8 +210,6 @@ class _Runtime(SimpleNamespace):
 
 
 class _Function:
-    """A kernel, launched as CuPy's ``Function`` is."""
-
     def __init__(self, cuda: FakeCuda, name: str) -> None:
         self._cuda, self.name, self.ptr = cuda, name, cuda.fresh()
 

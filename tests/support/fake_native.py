@@ -12,8 +12,6 @@ from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.world import process
 from kvstore_hvd.world.topology import Host, Topology, World
 
-__all__ = ["FakeAdapter", "FakeConnection", "fake_world"]
-
 
 class FakeAdapter:
     """Lists the names of operations, and carries none out; gives out the errors in `unread`, one by one."""

@@ -48,25 +48,20 @@ class Fake(_Base):
 
 
 class World:
-    """What the hooks are told about the number of workers."""
-
     size: int | None = None
 
 
 def store_class() -> type:
-    """Return the class that the hooks register."""
     Fake.__name__ = "Horovod"  # MXNet registers by the name of the class
     return Fake
 
 
 def network(devices: int = 1) -> Any:
-    """Return a network of four parameters on some CPU devices."""
     layers = mx.gluon.nn.Dense(3, in_units=2), mx.gluon.nn.Dense(1, in_units=3)
     return gluon.network(*layers, contexts=[mx.cpu(i) for i in range(devices)])
 
 
 def step(net: Any, trainer: Any, by: str = "step") -> None:
-    """Train one step, by ``step`` or ``update``."""
     data, label = gluon.samples(4, 2, 1)
     devices = gluon.parameters(net)[0].list_ctx()
     gluon.backward(net, [(gluon.array(data, where), gluon.array(label, where)) for where in devices])

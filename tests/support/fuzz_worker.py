@@ -28,8 +28,6 @@ AFTERWARDS = 3
 
 
 class Victim:
-    """Sends this process a signal, at a moment that the seed chooses."""
-
     def __init__(self, draw: random.Random, number: int) -> None:
         self._number = number
         self._program = draw.randrange(1, 12)
@@ -54,7 +52,6 @@ class Victim:
 
 
 def check(executor: Executor, seed: int, rank: int, size: int, before_step: object = None) -> None:
-    """Run one program, and compare with the other ranks."""
     program = generate(seed, size, leavers=False)
     agree(program, executor.run(program, before_step or (lambda step: None)), rank)  # type: ignore[arg-type]
 

@@ -29,7 +29,6 @@ def array(values: Array, ctx: Any = None) -> Any:
 
 
 def network(*layers: Any, contexts: Sequence[Any] = (), seed: int = 0, hybridize: bool = False) -> Any:
-    """Return an initialised network of these layers."""
     import mxnet as mx
 
     net = mx.gluon.nn.HybridSequential()
@@ -54,7 +53,6 @@ def mlp(inputs: int = 8, **options: Any) -> Any:
 
 
 def parameters(net: Any) -> list[Any]:
-    """Return the parameters in a fixed order."""
     return list(net.collect_params().values())
 
 
@@ -64,17 +62,14 @@ def names_of(net: Any) -> list[str]:
 
 
 def weights(net: Any, device: int = 0) -> list[Array]:
-    """Return the values of all parameters on one device."""
     return [param.list_data()[device].asnumpy() for param in parameters(net)]
 
 
 def gradients(net: Any, device: int = 0) -> list[Array]:
-    """Return the gradients on one device of all parameters that have one."""
     return [param.list_grad()[device].asnumpy() for param in parameters(net) if param.grad_req != "null"]
 
 
 def bits_of(net: Any) -> dict[str, list[bytes]]:
-    """Return the bits of all parameters on each device."""
     named = net._collect_params_with_prefix().items()
     return {name: [each.asnumpy().tobytes() for each in param.list_data()] for name, param in named}
 
@@ -96,7 +91,6 @@ def states_of(trainer: Any) -> dict[str, Any]:
 
 
 def backward(net: Any, batches: Sequence[tuple[Any, Any]]) -> None:
-    """Compute gradients of the summed squared error, one batch for each device."""
     import mxnet as mx
 
     loss = mx.gluon.loss.L2Loss()
@@ -128,12 +122,10 @@ def samples(number: int, inputs: int = 8, outputs: int = 3, seed: Any = 1) -> tu
 
 
 def batch_of(*seed: int, count: int = 4, ctx: Any = None) -> Any:
-    """Return data and labels of one batch as MXNet's arrays."""
     return tuple(array(each, ctx) for each in samples(count, seed=seed))
 
 
 def train(net: Any, trainer: Any, *batches: Any, size: int = 4) -> None:
-    """Take a step with each of these batches of `size` samples."""
     for batch in batches:
         backward(net, [batch])
         trainer.step(size)

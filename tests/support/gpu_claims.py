@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["DLPack", "Interface", "OnGPU"]
-
 
 class Interface:
     """An array with ``__cuda_array_interface__`` and no memory; a field of ``...`` is left out."""

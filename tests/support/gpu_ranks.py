@@ -35,7 +35,6 @@ def device_operation(
     parts: Sequence[tuple[int, int, int, int]] = (),
     contributed: int = 0,
 ) -> DeviceOperation:
-    """An operation as the engine hands it to an executor."""
     common = (dtype, op, prescale, postscale, as_half, root)
     return DeviceOperation("name", "'name'", inputs, outputs, count, contributed, parts, *common)
 

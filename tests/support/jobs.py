@@ -104,7 +104,6 @@ def stopped(*pids: int, marker: str = "") -> Iterator[None]:
 
 
 def variables_of(marker: str = "") -> dict[str, str]:
-    """The environment of a job that carries this marker."""
     name, _, value = marker.partition("=")
     return {**environment(), "PYTHONPATH": f"{PACKAGES}:{TESTS}", **({name: value} if marker else {})}
 
@@ -141,7 +140,6 @@ class Lines:
         self._found: list[dict[str, Any]] = []
 
     def read(self) -> list[dict[str, Any]]:
-        """All of them so far; the same list each time."""
         with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
             file.seek(self._position)
             data = file.read()
@@ -174,12 +172,10 @@ class Job:
 
     @property
     def out(self) -> str:
-        """What it has printed so far."""
         return self._out.read_text(errors="replace")
 
     @property
     def err(self) -> str:
-        """What it has printed to standard error so far."""
         return self._err.read_text(errors="replace")
 
     def of(self, rank: int) -> str:
@@ -198,12 +194,10 @@ class Job:
         return [line for line in found if event in ("", line["event"]) and fields.items() <= line.items()]
 
     def members(self, generation: int = -1) -> list[int]:
-        """The workers of a world, or of the newest one, in the order of ranks."""
         ready = [each for each in self.events("generation_ready") if generation in (-1, each["generation"])]
         return list(ready[-1]["workers"]) if ready else []
 
     def describe(self) -> str:
-        """What is known about it, for messages of tests that fail."""
         events = "\n".join(map(json.dumps, self.events()))
         return f"code {self.process.poll()}\n{self.out[-5000:]}\n-- errors\n{self.err[-5000:]}\n-- events\n{events}"
 
@@ -226,7 +220,6 @@ class Job:
         return self
 
     def until_event(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Wait for an event."""
         found: dict[str, Any] = self.until(lambda: self.events(event, **fields), f"event {event} {fields}")[0]
         return found
 
@@ -271,12 +264,10 @@ class Job:
     # -- Disturbing ---------------------------------------------------------------------------------------------------
 
     def go(self, name: str = "go") -> Job:
-        """Make the file that workers wait for."""
         (self.folder / name).touch()
         return self
 
     def pid(self, worker: int) -> int:
-        """The process of a worker of an elastic job."""
         return int(self.events("worker_started", worker=worker)[-1]["pid"])
 
     def kill(self, *workers: int, number: int = signal.SIGKILL) -> None:
@@ -291,7 +282,6 @@ class Job:
         return sorted(parents - {0})
 
     def close(self) -> None:
-        """End what is left of it, after a test that failed."""
         if self.process.poll() is None:
             for pid in processes(self.marker):
                 with contextlib.suppress(OSError):

@@ -9,8 +9,6 @@ import numpy as np
 import kvstore_hvd
 from kvstore_hvd.join import Join, Joinable, JoinHook
 
-__all__ = ["Counter", "Nothing"]
-
 
 class Nothing(Joinable):
     """Takes part, and exchanges nothing of its own."""

@@ -1,4 +1,4 @@
-"""Command lines that start several ranks on this host: kvhvdrun, and the mpirun that belongs to this interpreter."""
+"""Command lines that start several ranks on this host, by kvhvdrun or this interpreter's mpirun; and who is one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 _TESTS = Path(__file__).resolve().parents[1]
 # Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results.
@@ -38,7 +39,6 @@ class Launcher:
     environment: dict[str, str] = field(default_factory=dict)
 
     def command(self, ranks: int, program: Sequence[str]) -> list[str]:
-        """Return the command line that runs ``program`` as ``ranks`` ranks."""
         return [*self.prefix, "-np", str(ranks), *program]
 
 
@@ -80,3 +80,27 @@ def environment(launcher: Launcher | None = None) -> dict[str, str]:
     names = (*foreign, *own, *(f"HOROVOD_{name}" for name in theirs))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(names)}
     return {**kept, **(launcher.environment if launcher else {})}
+
+
+# launcher, variable of the rank, variable of the size; the first one that is set counts, as in the package itself.
+_VARIABLES = (
+    ("kvhvdrun", "KVHVD_RANK", "KVHVD_SIZE"),
+    ("mpirun of Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("mpirun of MPICH", "PMI_RANK", "PMI_SIZE"),
+)
+
+
+class Launched(NamedTuple):
+    """The launcher that started this process (empty: none), its rank and the number of ranks."""
+
+    launcher: str
+    rank: int
+    size: int
+
+
+def launched(environ: Mapping[str, str] = os.environ) -> Launched:
+    """Find out who this process is; a process without a launcher is rank 0 of 1."""
+    for launcher, rank, size in _VARIABLES:
+        if rank in environ and size in environ:
+            return Launched(launcher, int(environ[rank]), int(environ[size]))
+    return Launched("", 0, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,6 @@ MODES: dict[str, dict[str, bool] | None] = {
 
 
 def sequential(*layers: Any) -> Any:
-    """Return a network of these layers, not initialised."""
     net = nn.HybridSequential()
     net.add(*layers)
     return net
@@ -105,7 +105,6 @@ def built(
     seed: int = 3,
     contexts: Sequence[Any] = (),
 ) -> Any:
-    """Return an initialised network."""
     make, _ = NETWORKS[name]
     net = make()
     net.cast(dtype)
@@ -129,13 +128,11 @@ def batch(shape: tuple[int, ...], seed: Any, dtype: str = "float32") -> Any:
 
 
 def trainer_of(net: Any, kvstore: Any = "create") -> Any:
-    """Return a Trainer with this store, by default one of its own."""
     store = mx.kv.create("horovod") if kvstore == "create" else kvstore
     return mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=store)
 
 
 def backward(net: Any, data: Any) -> None:
-    """Compute gradients of the mean square of what the network makes of `data`."""
     with autograd.record():
         loss = (net(data) ** 2).mean()
     loss.backward()
@@ -151,3 +148,30 @@ def step(net: Any, trainer: Any, name: str, seed: int, rank: int, dtype: str = "
         for param in parameters(net):
             if param.grad_req != "null":
                 param.grad()[:] = 0  # Parameter.zero_grad() raises in MXNet 2
+
+
+# -- Rounding ---------------------------------------------------------------------------------------------------------
+# MXNet has other kernels for other instruction sets and numbers of threads. They sum in another order, or fuse a
+# multiplication and an addition, so a bound that one machine keeps is none: it has to follow from the arithmetic.
+
+# Of a sum of independent roundings, in standard deviations and with some room for terms that cancel.
+_CHANCE = 4.0
+
+
+def apart(roundings: int, dtype: str = "float32") -> float:
+    """The most that two results differ, relative to the size of their terms, after so many roundings to either.
+
+    Each is off by up to half a unit in the last place, to either side, so n of them by the square root of n such
+    (Higham and Mary, SIAM J. Sci. Comput. 41, 2019), and two results by that of 2 n.
+    """
+    return _CHANCE * math.sqrt(2 * roundings) * float(np.finfo(dtype).eps) / 2
+
+
+def sgd_roundings(widths: list[int], batch: int, steps: int) -> int:
+    """Those on the way to a weight that plain SGD has trained, where the layers' inputs and outputs are so wide.
+
+    A value is a sum of as many products as its layer has inputs, on the way back of as many as it has outputs, and a
+    gradient of as many as there are samples; each step also rounds the update, and the weight.
+    """
+    forward, backward = sum(widths[:-1]), sum(widths[2:])
+    return steps * (forward + backward + batch + 2)

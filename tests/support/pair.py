@@ -21,7 +21,6 @@ register_errors(mx)
 
 
 def handles(arrays: list[Any]) -> list[int]:
-    """Return what the adapter knows arrays by."""
     return [mxnet_compat.handle_of(array) for array in arrays]
 
 
@@ -42,7 +41,6 @@ class World:
         self.adapter.broadcast(name, repr(name), mxnet_compat.handle_of(array), root, 0)
 
     def prepare(self, arrays: list[Any]) -> Any:
-        """Gradients g0, g1, ... as a step."""
         return self.adapter.prepare([(f"g{i}", f"'g{i}'", handle, -i) for i, handle in enumerate(handles(arrays))])
 
     def submit(self, name: str, array: Array, root: int = -1) -> native.Work:

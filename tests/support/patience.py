@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["PATIENCE", "in_child", "patient", "until"]
-
 #: What limits are multiplied by; `KVHVD_TEST_PATIENCE` sets it. A load of 20 on two cores slows tests down by less than
 #: ten times, and none takes half of its limit on an idle machine.
 PATIENCE = float(os.environ.get("KVHVD_TEST_PATIENCE", "4"))

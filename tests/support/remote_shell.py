@@ -27,7 +27,6 @@ serve(*sys.argv[1:])
 
 
 def run(command: str, stdin: Any, stdout: Any) -> subprocess.Popen[bytes]:
-    """Start a command as a login shell would."""
     given: dict[str, Any] = {"stdin": stdin, "stdout": stdout, "start_new_session": True, "cwd": "/"}
     noisy = f"echo Last login: never; {command}"
     return subprocess.Popen(["/bin/sh", "-c", noisy], env={**os.environ, "HOME": "/there"}, **given)
@@ -47,7 +46,6 @@ def pass_on(to: int, back: int, end: Callable[[], object]) -> None:
 
 
 def main() -> None:
-    """Be the shell."""
     is_ssh = os.path.basename(sys.argv[0]) == "ssh"  # which gets options of its own
     host, *words = sys.argv[sys.argv.index("--") + 1 if is_ssh else 1 :]
     if host == "--serve":

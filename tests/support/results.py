@@ -17,7 +17,7 @@ from typing import Any, Protocol
 if __name__ == "__main__":  # the folder of this file is no place to import from; the folder above it is, for "support"
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from support.launched import launched
+from support.launchers import launched
 
 _NO_TESTS = 5  # pytest's exit code
 _WORST_FIRST = ("failed", "passed", "skipped")

@@ -35,7 +35,6 @@ class Trace:
         return rows
 
     def names(self, rank: int) -> list[str]:
-        """The titles of a rank's rows."""
         return [event["args"]["name"] for event in self.events if event["pid"] == rank and self._is(event, "thread")]
 
     def ranks(self) -> list[int]:
@@ -45,7 +44,6 @@ class Trace:
         return names
 
     def row(self, rank: int, name: str) -> list[dict[str, Any]]:
-        """The operations of a rank's row of this title."""
         rows = [
             event["tid"]
             for event in self.events
@@ -55,7 +53,6 @@ class Trace:
         return self.rows().get((rank, rows[0]), [])
 
     def cycles(self, rank: int) -> list[float]:
-        """When the rank's rounds began."""
         return [e["ts"] for e in self.events if e["ph"] == "i" and e["name"] == "CYCLE_START" and e["pid"] == rank]
 
     def _is(self, event: dict[str, Any], what: str) -> bool:

@@ -14,14 +14,10 @@ from kvstore_hvd.gpu.launcher import Kernels
 from kvstore_hvd.gpu.runtime import Device, cupy
 from kvstore_hvd.gpu.streams import DeviceMemory, Event, PinnedMemory, Stream
 
-__all__ = ["Reduction", "VirtualRanks"]
-
 _LINE = 128
 
 
 class Reduction(NamedTuple):
-    """How elements are combined: the fields of an operation that decide it."""
-
     dtype: str
     op: str
     prescale: float = 1.0
@@ -30,8 +26,6 @@ class Reduction(NamedTuple):
 
 
 class VirtualRanks:
-    """Ranks on the current device."""
-
     def __init__(
         self, size: int, device: Device, staging_bytes: int, slot_vectors: int = 1024, timeout_s: float = 20.0
     ) -> None:
@@ -56,7 +50,6 @@ class VirtualRanks:
         self._tables = 1 << 20  # where the tables begin there
 
     def statuses(self) -> list[kernels.Stop | None]:
-        """Why the last kernel ended early, of each rank."""
         return [kernels.Stop.of(int(self.words[(2 * _LINE * rank + _LINE) // 4])) for rank in range(self.size)]
 
     def staging(self, rank: int) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pytest
 
 import kvstore_hvd
 from kvstore_hvd import config
@@ -33,13 +33,11 @@ def arena() -> Any:
 
 
 def lies_in_arena(array: Any) -> bool:
-    """Whether the array lies in the arena of the present world."""
     present = arena()
     return present is not None and present.contains(address(array))
 
 
 def are_in_arena(net: Any) -> list[bool]:
-    """For each gradient of the net, whether it lies in the arena."""
     return [lies_in_arena(g) for p in parameters(net) if p.grad_req != "null" for g in p.list_grad()]
 
 
@@ -52,7 +50,6 @@ def bytes_in_place() -> int:
 
 
 def gradient_bytes(net: Any) -> int:
-    """Return the bytes of all gradients of a net on one device."""
     return sum(
         int(np.prod(p.shape)) * np.dtype(p.list_grad()[0].dtype).itemsize
         for p in {id(p): p for p in parameters(net)}.values()  # tied ones have several names in MXNet 2
@@ -63,17 +60,13 @@ def gradient_bytes(net: Any) -> int:
 @contextlib.contextmanager
 def settings(**variables: str) -> Iterator[None]:
     """Change variables of the environment, and have the configuration read again, before and after."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    config.reload()
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            config.reload()
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
         config.reload()
 
 

@@ -111,8 +111,6 @@ class StagedRanks(Ranks):
 
 
 class Cases(ExecutorCases):
-    """What all executors must do; nothing is left behind."""
-
     kind: type[Any]
 
     @pytest.fixture

@@ -10,15 +10,7 @@ import pytest
 
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.native import TimelineEvent
-from kvstore_hvd.timeline import (
-    Header,
-    PartWriter,
-    has_ended,
-    main,
-    part_path,
-    read_header,
-    write_trace,
-)
+from kvstore_hvd.timeline import Header, PartWriter, has_ended, main, part_path, read_header, write_trace
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Host, Topology
 from support.timeline import Trace
