@@ -20,6 +20,7 @@ __all__ = [
     "joined",
     "median_ratio",
     "ratio_text",
+    "shape",
     "size_text",
     "slowest",
     "summary",
@@ -31,6 +32,16 @@ __all__ = [
 ROOT = Path(__file__).resolve().parents[1]
 
 Samples = dict[str, list[float]]  # of each method, in the order of the repetitions
+
+
+def shape(network: Any, rate: str, *names: str, burst: str = "128kb", latency: str = "50ms") -> None:
+    """Limit what each host of a network, or each of these, sends and receives, as ``'1gbit'``; '' ends that."""
+    for name in names or network.names:
+        for space, device in ((network._bridge, name), (network._space(name), "eth0")):
+            words = ["dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", latency]
+            words = ["replace", *words] if rate else ["del", *words[:3]]
+            subprocess.run(["tc", "-n", space, "qdisc", *words], check=True)
+
 
 # -- Statistics ---------------------------------------------------------------------------------------------------
 

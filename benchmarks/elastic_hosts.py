@@ -35,7 +35,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import train
-from common import ROOT, describe, median_ratio, summary, table, write
+from common import ROOT, describe, median_ratio, shape, summary, table, write
 from elastic_faults import NO_LIMIT, SAMPLES, last_step_before, next_step, settle
 from hosts.network import LEASE_S, SHELL, HostsJob, Network
 from ranks import kvhvdrun, this_python
@@ -117,12 +117,17 @@ def cut(job: HostsJob) -> Faults:
 
 def slow(network: Network, host: str, *, is_on: bool) -> None:
     """Little gets through, and what waits for longer than 0.3 s is lost."""
-    network.shape("400kbit" if is_on else "", host, burst="1600", latency="300ms")
+    shape(network, "400kbit" if is_on else "", host, burst="1600", latency="300ms")
 
 
 def lossy(network: Network, host: str, *, is_on: bool) -> None:
-    """Packets are lost by chance, in both directions."""
-    network.lose(host, LOST_PERCENT if is_on else 0)
+    """Packets are lost by chance, in both directions. Needs `nft`."""
+    begin = ["ip", "netns", "exec", network._space(host), "nft"]
+    subprocess.run([*begin, "delete table inet loss"], capture_output=True, check=False)
+    for hook, way in (("input", "iifname"), ("output", "oifname")) if is_on else ():
+        chain = f"add chain inet loss {hook} {{ type filter hook {hook} priority 0; }}"
+        rule = f"add rule inet loss {hook} {way} eth0 numgen random mod 100 < {LOST_PERCENT} drop"
+        subprocess.run([*begin, f"add table inet loss; {chain}; {rule}"], check=True)
 
 
 def disturbed(job: HostsJob) -> Faults:

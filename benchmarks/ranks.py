@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import ROOT
+from common import ROOT, shape
 
 __all__ = [
     "TIMEOUT_S",
@@ -141,7 +141,7 @@ def start_over_hosts(
     assert mpi is not None, "no mpirun beside this Python"
     with tempfile.TemporaryDirectory() as folder, Network(Path(folder), len(ranks)) as network:
         if rate:
-            network.shape(rate)
+            shape(network, rate)
         for arguments in jobs:
             job = network.mpirun(mpi, ranks, Path(script).resolve(), *arguments)
             try:

@@ -114,15 +114,9 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
         variables |= {"KVHVD_TEST_HOSTS": step.hosts}
     start = time.monotonic()
     with (folder / "launcher.log").open("wb") as log:
-        process = subprocess.Popen(
-            program,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env={**variables, **ISAS.get(options.isa, {})},
-            start_new_session=True,
-        )
+        given = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
+        variables.update(ISAS.get(options.isa, {}))
+        process = subprocess.Popen(program, env=variables, start_new_session=True, **given)
         try:
             code = process.wait(timeout=options.timeout)
         except subprocess.TimeoutExpired:

@@ -77,14 +77,8 @@ def environment():
 def test_no_access_beside_arrays(device):
     command = [str(SANITIZER), "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "pytest", "-q"]
     chosen = "test_exchange or test_as_half or test_arrays_that_begin or test_pack"
-    ended = subprocess.run(
-        [*command, "-m", "gpu", "tests/gpu/test_kernels.py", "-k", chosen],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=140,
-    )
+    command += ["-m", "gpu", "tests/gpu/test_kernels.py", "-k", chosen]
+    ended = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=140)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
 
 

@@ -148,15 +148,8 @@ class Network:
         variables = {**with_tests(environment(mpi)), "PYTHONUNBUFFERED": "1", **more}
         variables |= {"FI_TCP_IFACE": "eth0", "TMPDIR": str(self.folder)}
         with (self.folder / "out").open("wb") as out, (self.folder / "err").open("wb") as err:
-            return subprocess.Popen(
-                [*self.beside, *words],
-                cwd=self.folder,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
+            given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": err, "cwd": self.folder}
+            return subprocess.Popen([*self.beside, *words], env=variables, start_new_session=True, **given)
 
     @property
     def beside(self) -> list[str]:
@@ -227,23 +220,6 @@ class Network:
 
     def _address(self, name: str) -> str:
         return f"{_NET}.{10 + self.names.index(name)}"
-
-    def shape(self, rate: str, *names: str, burst: str = "128kb", latency: str = "50ms") -> None:
-        """Limit what each host, or each of these, sends and receives, as ``'1gbit'``; '' ends that."""
-        for name in names or self.names:
-            for space, device in ((self._bridge, name), (self._space(name), "eth0")):
-                words = ["dev", device, "root", "tbf", "rate", rate, "burst", burst, "latency", latency]
-                words = ["replace", *words] if rate else ["del", *words[:3]]
-                subprocess.run(["tc", "-n", space, "qdisc", *words], check=True)
-
-    def lose(self, name: str, percent: int) -> None:
-        """Lose so many of the packets that a host receives, and as many that it sends; 0 ends that. Needs `nft`."""
-        begin = ["ip", "netns", "exec", self._space(name), "nft"]
-        subprocess.run([*begin, "delete table inet loss"], capture_output=True, check=False)
-        for hook, way in (("input", "iifname"), ("output", "oifname")) if percent else ():
-            chain = f"add chain inet loss {hook} {{ type filter hook {hook} priority 0; }}"
-            rule = f"add rule inet loss {hook} {way} eth0 numgen random mod 100 < {percent} drop"
-            subprocess.run([*begin, f"add table inet loss; {chain}; {rule}"], check=True)
 
 
 class HostsJob(ElasticJob):

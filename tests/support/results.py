@@ -12,7 +12,7 @@ import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 if __name__ == "__main__":  # the folder of this file is no place to import from; the folder above it is, for "support"
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -21,13 +21,6 @@ from support.launchers import launched
 
 _NO_TESTS = 5  # pytest's exit code
 _WORST_FIRST = ("failed", "passed", "skipped")
-
-
-class _Report(Protocol):
-    nodeid: str
-    failed: bool
-    skipped: bool
-    longreprtext: str
 
 
 class Recorder:
@@ -47,7 +40,7 @@ class Recorder:
         self._outcomes[nodeid] = "passed"
         self._write(nodeid, "started")
 
-    def pytest_runtest_logreport(self, report: _Report) -> None:
+    def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             self._outcomes[report.nodeid] = "failed"
             self._texts[report.nodeid] = report.longreprtext
@@ -57,7 +50,7 @@ class Recorder:
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._write(nodeid, self._outcomes.pop(nodeid))
 
-    def pytest_collectreport(self, report: _Report) -> None:
+    def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self._texts[report.nodeid] = report.longreprtext
             self._write(report.nodeid, "failed")

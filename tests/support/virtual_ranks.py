@@ -52,11 +52,6 @@ class VirtualRanks:
     def statuses(self) -> list[kernels.Stop | None]:
         return [kernels.Stop.of(int(self.words[(2 * _LINE * rank + _LINE) // 4])) for rank in range(self.size)]
 
-    def staging(self, rank: int) -> int:
-        """Where the staging memory begins that the next launch uses."""
-        start = kernels.CONTROL_BYTES + kernels.fifo_bytes(self.slot_vectors)
-        return self._memory[rank].address + start + self.staging_bytes * (not self._flip)
-
     def prepare(self, inputs: Sequence[Sequence[Segment]], outputs: Sequence[Sequence[Segment]]) -> tuple[int, int]:
         """Put the ranks' tables on the device; for `launch`, any number of times."""
         addresses, place = [], self._tables

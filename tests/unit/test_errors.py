@@ -15,18 +15,6 @@ def test_families():
         assert str(kind("a text\n  Fix: none")) == "a text\n  Fix: none"
 
 
-def test_message_has_rank_subject_fact_details_and_fix():
-    of = {"rank": 0, "size": 4, "operation": "allreduce", "name": "dense0_weight", "key": 3}
-    details = ["(256, 784): ranks 0-2", "(128, 784): rank 3"]
-    text = errors.message("ranks disagree on shape.", **of, details=details, fix="build the same on every rank.")
-    assert text == (
-        "[rank 0/4] allreduce 'dense0_weight' (key 3): ranks disagree on shape.\n"
-        "  (256, 784): ranks 0-2\n"
-        "  (128, 784): rank 3\n"
-        "  Fix: build the same on every rank."
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -177,21 +178,11 @@ def test_workers_tell_each_other_texts(text):
         assert len(connection.requests) == 2  # their lengths, and themselves
 
 
-class Time:
-    now = 100.0
-
-    def __call__(self):
-        return self.now
-
-    def pass_by(self, seconds):
-        self.now += seconds
-
-
 @pytest.fixture
 def time(monkeypatch):
-    time = Time()
-    monkeypatch.setattr("kvstore_hvd.base.cores.time.monotonic", time)
-    return time
+    passed = [100.0]
+    monkeypatch.setattr("kvstore_hvd.base.cores.time.monotonic", lambda: sum(passed))
+    return SimpleNamespace(pass_by=passed.append)
 
 
 def test_time_passes_while_it_is_looked_at(time):

@@ -118,15 +118,10 @@ def test_refusals(place):
             one.get_indices(*wrong)
     with pytest.raises(InvalidRequestError, match="no sample 10"):
         one.record_indices([0, 10])
-    for wrong in [
-        {},
-        {"processed_mask": b"abc"},
-        {"processed_mask": b"\xff\xff"},
-        {"processed_num": -1},
-        {"processed_indices": {3, 10}},
-    ]:
+    wrong = [("epoch", 1), ("processed_mask", b"abc"), ("processed_mask", b"\xff\xff")]
+    for name, value in [*wrong, ("processed_num", -1), ("processed_indices", {3, 10})]:
         with pytest.raises(InvalidRequestError, match="Fix: "):
-            one.load_state_dict({"epoch": 1, **wrong})
+            one.load_state_dict({"epoch": 1, name: value})
     assert one.state_dict() == before
 
 

@@ -65,18 +65,10 @@ def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
     statistics = Statistics(4, 4 << 20, "two-shot", Times(1.0, 2.0, 0.5), Times(0.25, 1.0, 0.0), 77.0)
     entries = counted.report("s0", {"0": "weight"}, {"s0/0": statistics}, {"0": "3 devices"})
     assert entries["ms"] == {"queued": 1000.0, "reducing": 2000.0, "exposed": 500.0}
-    assert entries["keys"]["weight"] == {
-        "operations": {"pushpull": 4},
-        "bytes": 4 << 20,
-        "algorithm": "two-shot",
-        "staged": "3 devices",
-        "submitted": 77.0,
-        "ms": {
-            "queued": {"mean": 250.0, "last": 250.0},
-            "reducing": {"mean": 500.0, "last": 1000.0},
-            "exposed": {"mean": 125.0, "last": 0.0},
-        },
-    }
+    times = {"queued": (250.0, 250.0), "reducing": (500.0, 1000.0), "exposed": (125.0, 0.0)}
+    ms = {name: {"mean": mean, "last": last} for name, (mean, last) in times.items()}
+    told = {"algorithm": "two-shot", "staged": "3 devices", "submitted": 77.0, "ms": ms}
+    assert entries["keys"]["weight"] == {"operations": {"pushpull": 4}, "bytes": 4 << 20, **told}
     rounds, arena = {"count": 3, "exposed_ms": 1.5, "reducing_ms": 0.5}, {"used": 1 << 20, "capacity": 8 << 20}
     assert str(Report({"workers": 2, "rounds": rounds, "arena": arena, **entries})).splitlines() == [
         "2 workers; 4 pushpull, 1 broadcast; 4.0 MiB; training waited 1.5 ms for communication (3 steps); "

@@ -32,7 +32,6 @@ FAILED = MXNetError("Traceback (most recent call last):\n  File x.cc, line 3\nMX
         ({"last_value": ValueError("before"), "ps1": ">>> "}, ""),  # an interactive session has gone on
         ({"last_value": ValueError("in the script of python -i"), "interactive": 1}, ""),
     ],
-    ids=range(7),
 )
 def test_an_unhandled_exception_is_the_reason(monkeypatch, attributes, reason):
     flags = SimpleNamespace(interactive=attributes.get("interactive", 0))

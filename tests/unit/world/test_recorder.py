@@ -24,23 +24,10 @@ def header(rank=0, size=2, session="s", begin=1000, mark=False):
 
 def event(name="s0/1", begin=2000, **changes):
     """An operation that waits for 1 us and takes 2."""
-    made = TimelineEvent(
-        name=name,
-        label=f"'{name[3:]}' (key 1)",
-        collective="allreduce",
-        algorithm="direct",
-        dtype="float32",
-        op="sum",
-        failed=False,
-        round=1,
-        bytes=12,
-        submitted=begin,
-        since=begin,
-        scheduled=begin + 1000,
-        completed=begin + 3000,
-        on_link=0,
-    )
-    return made._replace(**changes)
+    times = {"submitted": begin, "since": begin, "scheduled": begin + 1000, "completed": begin + 3000}
+    how = {"collective": "allreduce", "algorithm": "direct", "dtype": "float32", "op": "sum", "bytes": 12, "on_link": 0}
+    made = {"name": name, "label": f"'{name[3:]}' (key 1)", "failed": False, "round": 1, **how, **times, **changes}
+    return TimelineEvent(**made)
 
 
 def write_part(target, header, *events, lost=0, end=True):
