@@ -326,8 +326,6 @@ def test_a_host_that_has_not_come_does_not_spoil_a_success():
     assert play.outcome == (0, "")
 
 
-# -- Workers that come and go, do not meet, or do not answer ----------------------------------------------------------
-
 KILLED = [signal.SIGKILL]
 
 
