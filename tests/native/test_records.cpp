@@ -86,7 +86,7 @@ class Script final : public Transport {
   std::mt19937 random;
   std::array<Peer, kHosts> peers;
   std::map<Transfer, bool> is_cancelled;
-  bool in_one_message = false;
+  bool in_one_message = false, in_single_bytes = false;
   std::int64_t too_many = 0;  // bytes that a head tells of and that do not come
 
  private:
@@ -99,8 +99,8 @@ class Script final : public Transport {
     std::size_t bytes = 0;
     if (peer.earlier.empty() && std::exchange(peer.has_greeted, true)) {
       bytes = std::min(peer.stream.size(), peer.room - kHead);
-      const std::size_t most[] = {1, 64, bytes};  // single bytes: also where a record ends
-      if (!in_one_message && bytes > 1 && random() % 4 != 0) bytes = 1 + random() % most[random() % 3];
+      if (!in_one_message && bytes > 1 && random() % 2 == 0) bytes = 1 + random() % (random() % 2 == 0 ? 64 : bytes);
+      if (in_single_bytes) bytes = 1;  // messages end where records do, too
       bytes = std::min(bytes, peer.stream.size());
     }
     std::vector<char>& stream = peer.earlier.empty() ? peer.stream : peer.earlier;
@@ -258,7 +258,6 @@ struct Outcome {
   bool are_right = true;  // the results of operations without error
   ErrorCode failure = ErrorCode::kOk;
   std::string text;
-  std::size_t left = 0;  // operations that hosts have announced, and no rank of the tested host
 
   bool is_refused() const { return text.find("sent what is no record of this version") != std::string::npos; }
 };
@@ -302,7 +301,6 @@ Outcome run(const std::shared_ptr<Script>& script, int tested, const std::vector
   }
   for (auto& rank : ranks) rank.join();
   Outcome& outcome = outcomes[0];
-  if (ends) outcome.left = engines[0]->missed(kSlots).value_or(std::vector<Missed>(1)).size();
   outcome.are_right = outcome.are_right && outcomes[1].are_right;
   if (segment->world().failure.is_set()) {
     outcome.failure = segment->world().failure.code();
@@ -372,13 +370,13 @@ const bool valid = testing::add("valid streams are followed", [] {
   for (std::uint32_t seed = 0; seed < (thread_sanitizer() ? 10 : 60); ++seed) {
     const int tested = static_cast<int>(seed % 2);
     const auto script = std::make_shared<Script>(seed);
+    script->in_single_bytes = seed % 5 == 0;
     const auto all = program(script->random);
     append_streams(*script, tested, all);
     const Outcome outcome = run(script, tested, all, true);
     for (const Status& status : outcome.statuses)
       check(status.ok(), "seed " + std::to_string(seed) + ": " + status.text());
     check(outcome.are_right, "seed " + std::to_string(seed) + ": wrong results");
-    check(outcome.left == 0, "seed " + std::to_string(seed) + ": records came twice");
   }
 });
 
