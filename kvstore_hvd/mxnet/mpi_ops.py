@@ -362,7 +362,7 @@ def _broadcast(
         def gradient(name: str, given: Any) -> Any:
             total = one.reduced(name, given)
             if one.world.topology.rank != root:
-                total[()] = 0  # after the reduction
+                total[()] = 0  # after the reduction; [...] refuses arrays without dimensions
             return total
 
         return one.differentiable(str(group.key), tensor, group.outs[0], gradient)

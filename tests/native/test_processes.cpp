@@ -232,8 +232,7 @@ const bool has_left = testing::add("a rank that has left in good order wakes nob
   });
   Liveness watcher(segment->world(), 0, "testhost", true);
   segment->world().rank(0).presence = Presence::kLeft;  // the other one may go
-  while (!watcher.poll(std::chrono::milliseconds(1)) && waitpid(leaver, nullptr, WNOHANG) == 0) {
-  }
+  while (waitpid(leaver, nullptr, WNOHANG) == 0) check(!watcher.poll(std::chrono::milliseconds(1)), "it has left");
   const auto begun = Clock::now();
   for (int i = 0; i < 2; ++i) check(!watcher.poll(std::chrono::milliseconds(100)), "it has not died");
   check(Clock::now() - begun >= std::chrono::milliseconds(100), "nothing wakes the watcher");
