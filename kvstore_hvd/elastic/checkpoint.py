@@ -84,12 +84,12 @@ def read(path: str | os.PathLike[str]) -> Any:
         data = memoryview(bytearray(file.read()))
     if hashlib.sha256(data).hexdigest().encode() != words[1]:
         raise _refused(path, "is damaged: its checksum is wrong")
-    begin = 8 * int(words[2])
-    parts, lengths = [], array.array("Q", data[:begin].tobytes())
-    for length in lengths:
-        parts.append(data[begin : begin + length])
-        begin += length
     try:
+        begin = 8 * int(words[2])
+        parts, lengths = [], array.array("Q", data[:begin].tobytes())
+        for length in lengths:
+            parts.append(data[begin : begin + length])
+            begin += length
         return pickle.loads(parts[0], buffers=parts[1:])
     except Exception as error:
         raise _refused(path, f"cannot be read: {error}") from error

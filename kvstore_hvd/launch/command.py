@@ -169,13 +169,15 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         return options
     are_named = any(getattr(options, name) is not None for name in _HOSTS)  # each replaces the others
     words = []
-    for name, text in _lines_of_file(options.config_file):
-        option = f"--{name.replace('_', '-')}"
+    for name, values in _lines_of_file(options.config_file):
+        option, text = f"--{name.replace('_', '-')}", ",".join(values)
         action = parser._option_string_actions.get(option)
         if are_named and action is not None and action.dest in _HOSTS:
             continue
         if action is not None and action.nargs == 0 and text.lower() in _FLAGS:
             words += [option] * _FLAGS[text.lower()]
+        elif name == "x":
+            words += [word for value in values for word in ("-x", value)]
         else:
             is_pair = action is not None and action.nargs == 2
             words += [option, *text.replace(",", " ").split()] if is_pair else [f"{option}={text}"]
@@ -197,8 +199,8 @@ def _parsed(parser: _Parser, arguments: Sequence[str], where: str = "") -> argpa
     return options
 
 
-def _lines_of_file(path: str) -> list[tuple[str, str]]:
-    """The names and values of a YAML file, as texts; a list as values with commas."""
+def _lines_of_file(path: str) -> list[tuple[str, list[str]]]:
+    """The names and values of a YAML file, as texts."""
     try:
         import yaml
     except ModuleNotFoundError:
@@ -207,7 +209,8 @@ def _lines_of_file(path: str) -> list[tuple[str, str]]:
     try:
         with open(path, encoding="utf-8") as file:
             given = yaml.load(file, Loader=yaml.BaseLoader) or {}  # leaves texts as they are
-        return [(str(key), ",".join(value) if isinstance(value, list) else str(value)) for key, value in given.items()]
+        lists = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
+        return [(str(key), list(map(str, values))) for key, values in lists.items()]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         fact = f"the configuration file '{path}' cannot be read: {error}."
         raise LaunchError(message(fact, fix="a YAML file has lines such as num-proc: 4")) from None

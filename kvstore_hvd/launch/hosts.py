@@ -100,7 +100,7 @@ class Slots:
         self._crashes[where] += 1
         if earlier == 0 and had_begun:
             return 0.0
-        seconds = min(upper, lower * 2.0 ** min(earlier, 60))  # 2.0 ** 1024 is no float any more
+        seconds = min(upper, lower * 2.0 ** min(earlier - had_begun, 60))  # 2.0 ** 1024 is no float any more
         self._usable_from[where] = now + seconds
         return seconds
 

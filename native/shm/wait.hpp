@@ -7,12 +7,11 @@
 #include <optional>
 #include <string_view>
 
+#include "base/process.hpp"
 #include "base/types.hpp"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-
-#include "base/process.hpp"
 #endif
 
 namespace kvstore_hvd {

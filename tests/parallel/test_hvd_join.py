@@ -48,6 +48,19 @@ def test_the_last_one_where_uptimes_differ(rank, size, monkeypatch, ahead_s):
         assert hvd.join() == last
 
 
+def test_own_operations_come_first(rank, size):
+    """Those whose arrays are still computed when it is called."""
+    kv, n = mx.kv.create("horovod"), 1000
+    for _ in range(5):
+        x = mx.nd.ones((n, n))
+        x.wait_to_read()
+        if rank == 0:
+            x = mx.nd.dot(x, x) / n
+        kv.pushpull(0, x)
+        hvd.join()
+        assert (x.asnumpy() == size).all()
+
+
 def test_again_and_again(rank, size):
     """One host may be told of the end of a join, and begin the next one, before another has heard of all its ranks."""
     for turn in range(30):

@@ -167,6 +167,7 @@ def test_process_sets_are_recorded(target, rank, size, dynamic):
     once()
     numbers = [each.process_set_id for each in (before, later)]
     hvd.remove_process_set(before)
+    total(size, "after")
     meet_again()
     before = hvd.add_process_set([0, 1])
     once()
@@ -174,6 +175,7 @@ def test_process_sets_are_recorded(target, rank, size, dynamic):
     kvstore_hvd.stop_timeline()
     trace = Trace(target)
     for r in range(size):
+        assert "after" in trace.names(r)
         rows = {name: trace.row(r, name) for name in trace.names(r) if name.endswith(": x")}
         assert {name: len(spans) for name, spans in rows.items()} == {
             f"process set {number}: x": length

@@ -25,6 +25,6 @@ def test_random_training(world, rank, size, seed):
     try:
         run_training(training, rank, size)
     except AssertionError as error:
-        problem = str(error)
+        problem = repr(error)
     failed = kvstore_hvd.allreduce(np.array([int(bool(problem))]), name=f"trainings/{seed}")[0]
     assert not failed, f"{training}\nfailed on {failed} workers. Here: {problem or 'as in the model'}"

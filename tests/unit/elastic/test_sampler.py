@@ -67,6 +67,18 @@ def test_record_batch_counts_calls(place):
     assert one.processed_indices == set(range(4))
 
 
+def test_an_epoch_that_begins_again_is_told(place, caplog, monkeypatch):
+    monkeypatch.setattr(log, "_logged", set())
+    (each,) = samplers(place, 1, range(10))
+    for epoch, batches in ((0, 0), (0, 5), (1, 3), (2, 3)):
+        each.set_epoch(epoch)
+        for batch in range(batches):
+            each.record_batch(batch, 2)
+    assert caplog.text == ""
+    each.set_epoch(2)
+    assert "set_epoch(2) restarts the present epoch, in which 6 of 10 samples were already processed" in caplog.text
+
+
 def test_more_batches_than_there_are(place, caplog, monkeypatch):
     monkeypatch.setattr(log, "_logged", set())
     (one,) = samplers(place, 1, range(5))

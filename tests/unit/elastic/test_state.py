@@ -94,6 +94,10 @@ def test_the_jobs_checkpoint(job_checkpoint, monkeypatch, tmp_path, caplog):
     assert one.step == 3
     path.write_text("another file")
     assert checkpoint.resume(one, is_newcomer=True) == ""
+    one.step = lambda: 5
+    one.commit()
+    checkpoint.finish()
+    assert "was not written, the last one stays: save: the state cannot be written" in caplog.text
 
 
 def test_what_cannot_be_a_checkpoint_is_refused_at_once(job_checkpoint, tmp_path):
@@ -122,9 +126,12 @@ def test_files_that_are_not_whole(tmp_path, monkeypatch):
     path = tmp_path / "kept"
     state(step=6).save(path)
     good = path.read_bytes()
-    for bad in (good[:-1], good[:-9] + b"x" + good[-8:], good.replace(b"state-1", b"state-2", 1), b"", b"\n"):
+    head, _, rest = good.partition(b"\n")
+    counts = [head.rpartition(b" ")[0] + count + b"\n" + rest for count in (b" x", b" 99999", b" 0")]
+    foreign = [good.replace(b"state-1", b"state-2", 1), b"", b"\n"]
+    for bad in (good[:-1], good[:-9] + b"x" + good[-8:], *foreign, *counts):
         path.write_bytes(bad)
-        with pytest.raises(InvalidRequestError, match=r"is damaged|is no checkpoint"):
+        with pytest.raises(InvalidRequestError, match=r"is damaged|is no checkpoint|cannot be read"):
             kept(tmp_path)
     path.write_bytes(good)
     with monkeypatch.context() as patch, pytest.raises(FileNotFoundError):

@@ -82,7 +82,7 @@ def test_the_first_crash_costs_nothing_and_the_others_more_and_more():
     made, slot = slots(a=2), Slot("a", 0)
     assert made.crashed(slot, 100.0) == 0
     assert made.usable_from(slot) <= 100.0
-    assert [made.crashed(slot, 100.0) for _ in range(6)] == [20, 40, 80, 160, 300, 300]
+    assert [made.crashed(slot, 100.0) for _ in range(6)] == [10, 20, 40, 80, 160, 300]
     assert made.usable_from(slot) == 400.0
     assert made.crashed(Slot("a", 1), 400.0) == 0  # they are counted per slot
     assert made.crashed(slot, 400.0, lived_long=True) == 0

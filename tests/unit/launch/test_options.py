@@ -181,13 +181,14 @@ def test_options_of_a_file(config_file, monkeypatch, tmp_path):
     monkeypatch.setenv("KVHVD_START_TIMEOUT", "5")
     path = config_file(
         "# a job\nnum_proc: 3\nstart-timeout: 9.5\nverbose: yes\nno-prefix: true\nbind-cores: off\nranks: [0, 1]\n"
-        f"timeline-filename: {tmp_path}/t.json\noutput-filename: out\n"
+        f"timeline-filename: {tmp_path}/t.json\noutput-filename: out\nx: [A=1, 'B=1,2', C=]\n"
     )
-    made = plan("--config-file", path, "true")
+    made = plan("--config-file", path, "-x", "A=3=4", "true")
     given, environ = made.options, made.environment
     assert (made.settings.max_np, set(given.ranks)) == (3, {0, 1})
     assert (given.verbose, given.no_prefix, given.bind_cores, given.output_filename) == (True, True, False, "out")
     assert (environ["KVHVD_START_TIMEOUT"], environ["HOROVOD_TIMELINE"]) == ("9.5", f"{tmp_path}/t.json")
+    assert (environ["A"], environ["B"], environ["C"]) == ("3=4", "1,2", "")
     path = config_file("num-proc: 3\nstart-timeout: 9\nhosts: elsewhere:4\n")
     (tmp_path / "hosts").write_text("localhost:2\n")
     for named in (["-H", "localhost:2"], ["--hostfile", f"{tmp_path}/hosts"]):

@@ -84,6 +84,25 @@ def test_texts_and_arrays():
         Fake().__array__(copy=False)
 
 
+@pytest.mark.parametrize("numpy", ["1.26.4", "2.1.0"])
+def test_what_new_versions_of_python_and_numpy_took_from_mxnet(monkeypatch, numpy):
+    monkeypatch.setattr(sys, "version_info", (3, 12, 0, "final", 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    io, ndarray = types.SimpleNamespace(), types.SimpleNamespace(NDArray=type("NDArray", (), {}))
+    fakes = {"numpy": types.SimpleNamespace(__version__=numpy), "mxnet.io.io": io, "mxnet.ndarray.ndarray": ndarray}
+    for name, module in {**fakes, "distutils": None, "distutils.version": None}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    numpy_shim._add_distutils()
+    of = sys.modules["distutils.version"].LooseVersion
+    assert of("1.6.0") < of("1.15") < of("1.17.0rc1") < of("1.17.2.9+mkl") == of("1.17.2")
+    assert of("1.26") != of("1.17")
+    assert of("2.0.0") != "2.0.0"
+    numpy_shim.finish()
+    assert "distutils" not in sys.modules
+    assert vars(io) == ({"str": numpy_shim._plain} if numpy >= "2" else {})
+    assert ndarray.NDArray.__array__ is numpy_shim._array
+
+
 def test_hook_surrounds_the_first_import_that_succeeds(tmp_path, monkeypatch):
     events = []
     monkeypatch.setattr("builtins.kvhvd_events", events, raising=False)
@@ -167,8 +186,15 @@ def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path):
     python(bare, cwd=tmp_path, PYTHONPATH=os.pathsep.join(map(str, (site, other))))
 
 
-def test_require_mxnet_passes_on_why_it_fails(tmp_path):
-    (tmp_path / "mxnet.py").write_text("import numpy; numpy.no_such_name")
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("numpy.no_such_name", "AttributeError: module 'numpy' has no attribute 'no_such_name'."),
+        ("import graphviz_", "ModuleNotFoundError: No module named 'graphviz_'."),
+    ],
+)
+def test_require_mxnet_passes_on_why_it_fails(tmp_path, line, why):
+    (tmp_path / "mxnet.py").write_text(f"import numpy; {line}")
     script = (
         f"import sys; sys.path.insert(0, {str(tmp_path)!r}); sys.path.insert(1, {str(ROOT)!r})\n"
         "from kvstore_hvd import mxnet_compat\n"
@@ -176,7 +202,7 @@ def test_require_mxnet_passes_on_why_it_fails(tmp_path):
         "except mxnet_compat.MXNetUnavailableError as error: print(error)"
     )
     told = python(script, cwd=tmp_path)
-    assert told.startswith("MXNet cannot be imported: AttributeError: module 'numpy' has no attribute 'no_such_name'.")
+    assert told.startswith(f"MXNet cannot be imported: {why}")
     assert f"  Fix: {mxnet_compat.pip_command()} (and leave KVHVD_NUMPY_SHIM unset)" in told
 
 

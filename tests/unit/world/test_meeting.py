@@ -20,10 +20,12 @@ JOBS = iter(range(1_000_000))
 pytestmark = pytest.mark.timeout(90)
 
 
-def worlds(size, secret=b"s" * 32):
+def worlds(size, secret=b"s" * 32, elsewhere=0):
+    """Of the workers of this host; others have the lowest ranks."""
     job = f"test-{os.getpid()}-{next(JOBS)}"
-    hosts = [Host.here()] * size
-    return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in range(size)]
+    hosts = [dataclasses.replace(Host.here(), identity="elsewhere")] * elsewhere + [Host.here()] * size
+    ranks = range(elsewhere, elsewhere + size)
+    return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in ranks]
 
 
 def memory(payloads=()):
@@ -180,13 +182,13 @@ def test_replayed_hello_is_refused(pool):
 
 
 def test_missing_ranks_are_named_on_every_rank_that_came(pool):
-    four = worlds(4)
+    four = worlds(4, elsewhere=2)
     leader = start(pool, four[0], timeout_s=0.5)
     second = start(pool, four[1])
-    told = r"(?s)^\[rank 0/4\] ranks 2-3 did not arrive within 0.5 s.*arrived: ranks 0-1.*KVHVD_START_TIMEOUT"
+    told = r"(?s)^\[rank 2/6\] ranks 4-5 did not arrive within 0.5 s.*arrived: ranks 2-3.*KVHVD_START_TIMEOUT"
     with pytest.raises(LaunchError, match=told):
         leader.result(LONG_S)
-    with pytest.raises(LaunchError, match=r"(?s)^\[rank 1/4\] the start failed.*ranks 2-3 did not arrive"):
+    with pytest.raises(LaunchError, match=r"(?s)^\[rank 3/6\] the start failed.*ranks 4-5 did not arrive"):
         second.result(LONG_S)
 
 

@@ -204,3 +204,6 @@ def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, cap
     assert not recorder.is_recording
     busy.stop_timeline.assert_called()
     assert re.search(r"(?s)No space left.*python -m kvstore_hvd\.timeline merge", caplog.text)
+    recorder.start(tmp_path / "next", False, None, ALONE)
+    recorder.finish()
+    assert (tmp_path / "next").stat().st_size > 0

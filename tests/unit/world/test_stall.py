@@ -156,10 +156,11 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage):
     assert f"kill -CONT {stopped.pid}" in text
 
 
-def test_the_shutdown_time_fails_the_world_with_the_same_text(stage):
-    here = stage(check_s=60.0, shutdown_s=90.0)
+@pytest.mark.parametrize("check_s", [60.0, 600.0])
+def test_the_shutdown_time_fails_the_world_with_the_same_text(stage, check_s):
+    here = stage(check_s=check_s, shutdown_s=90.0)
     here.world.answer = [waiting(0, 61)]
-    assert len(here.look(0)) == 1
+    assert len(here.look(0)) == (check_s == 60.0)
     assert not here.world.left
     assert not here.inspector.has_given_up
     here.world.answer = [waiting(1, 61), waiting(0, 90)]
