@@ -162,8 +162,9 @@ class DistributedTrainer(mx.gluon.Trainer):
         compressed = [self._compression.compress(each) for each in gradients]
         _pushpull(self._kvstore, key, [each for each, _ in compressed], self._sparse_as_dense)
         for gradient, (each, context) in zip(gradients, compressed):
-            if each is not gradient:
-                copy(self._compression.decompress(each, context), gradient)
+            restored = self._compression.decompress(each, context)
+            if restored is not gradient:
+                copy(restored, gradient)
 
 
 class DistributedOptimizer(mx.optimizer.Optimizer):

@@ -238,8 +238,8 @@ def _share_overflow(trainer: Any) -> None:
         return
     own = copy.copy(trainer._amp_loss_scaler).has_overflow(trainer._params)  # a copy: it counts how often it is asked
     if store._anywhere([own], "overflow of AMP")[0] and not own:
-        first = next(each for each in trainer._params if each._grad is not None)
-        first._grad[0][()] = float("nan")
+        first = next(each._grad[0] for each in trainer._params if each._grad is not None)
+        first[() if first.ndim == 0 else slice(None)] = float("nan")
 
 
 # -- The wrappers ---------------------------------------------------------------------------------------------------

@@ -31,7 +31,9 @@ SHARED = """
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=4096)
-tracker = resource_tracker._resource_tracker._fd
+tracker, pid = resource_tracker._resource_tracker._fd, resource_tracker._resource_tracker._pid
+while not int(open(f'/proc/{pid}/status').read().split('SigIgn:')[1].split()[0], 16) & 1 << 14:  # SIGTERM
+    time.sleep(0.01)
 subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait(1000)'], pass_fds=[tracker])
 open(f'memory{rank}', 'w').write(memory.name)
 say('ready\\n')

@@ -274,11 +274,18 @@ WAITING = """
 
 
 @pytest.mark.alike
-def test_ctrl_c_ends_the_workers_first(notebook):
-    """Then it is the KeyboardInterrupt that it always is, and the program can go on."""
-    job = notebook(WAITING).until_printed("waits", 2).end(0, signal.SIGINT)
+@pytest.mark.parametrize("deaf", [False, True])
+def test_ctrl_c_ends_the_workers_first(notebook, deaf):
+    """Then it is the KeyboardInterrupt that it always is, and the program can go on. A second one kills the workers."""
+    line = "import signal; signal.signal(signal.SIGINT, lambda *_: print('asked', flush=True)); import subprocess"
+    job = notebook(WAITING.replace("import subprocess", line) if deaf else WAITING, KVHVD_KILL_GRACE="600")
+    job.until_printed("waits", 2)
+    if deaf:
+        job.process.send_signal(signal.SIGINT)
+        job.until_printed("asked", 2)
+    job.end(0, signal.SIGINT)
     assert job.out.splitlines()[-2:] == ["ended ", "[0, 1]"]
-    assert "[0] KeyboardInterrupt" in job.err
+    assert ("[0] KeyboardInterrupt" in job.err) is not deaf
 
 
 @pytest.mark.alike

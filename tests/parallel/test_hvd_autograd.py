@@ -26,7 +26,7 @@ def inputs(kind, size, shape):
     arrays = []
     for rank in range(size):
         x = make(kind, contribution(rank, shape(rank) if callable(shape) else shape, "float32"))
-        x.attach_grad()
+        x.attach_grad("add" if rank % 2 else "write")
         arrays.append(x)
     return arrays
 

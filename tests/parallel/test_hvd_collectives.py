@@ -27,6 +27,10 @@ def test_average_and_op(rank, size):
         mean = hvd.allreduce(x, True)
     assert total.asnumpy()[0] == size * (size + 1) / 2
     assert mean.asnumpy()[0] == hvd.allreduce(x).asnumpy()[0] == (size + 1) / 2
+    with pytest.warns(DeprecationWarning, match="average is deprecated"):
+        for _ in range(3):  # the short way of names that are known
+            y = hvd.allreduce_(x.copy(), average=False, name="y")
+            assert y.asnumpy()[0] == size * (size + 1) / 2
     for call in (hvd.allreduce, hvd.allreduce_):
         with pytest.raises(ValueError, match="both average and op are given"):
             call(x, average=True, op=hvd.Sum)

@@ -47,8 +47,8 @@ def test_twice_with_equal_sets(fresh, rank, size):
     hvd.init(process_sets=[])
     assert [each.process_set_id for each in first] == numbers
     if size > 2:
-        new, known = hvd.ProcessSet([0, 1]), hvd.ProcessSet([0])
-        hvd.init(process_sets=[new, known])
+        new, known = hvd.ProcessSet([0, 1]), first[0]
+        hvd.init(process_sets=[known, new])
         assert (known.process_set_id, new.process_set_id) == (1, 3)
         if new.included():
             assert total(new) == sum_of([0, 1])

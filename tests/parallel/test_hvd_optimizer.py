@@ -70,7 +70,7 @@ def test_compressors(kind):
 
 
 def test_compressors_of_a_program(rank, size):
-    """A class derived from ours is asked itself, and so is one with its methods only."""
+    """A class derived from ours is asked itself, and so is one with its methods only, also where it works in place."""
     compressed = []
 
     class Derived(hvd.Compression.fp16):
@@ -82,7 +82,18 @@ def test_compressors_of_a_program(rank, size):
     class Alike:
         compress, decompress = Derived.compress, Derived.decompress
 
-    for kind in (Derived, Alike):
+    class InPlace:
+        @staticmethod
+        def compress(tensor):
+            compressed.append(tensor)
+            tensor *= 0.5
+            return tensor, 2
+
+        @staticmethod
+        def decompress(tensor, factor):
+            return tensor * factor
+
+    for kind in (Derived, Alike, InPlace):
         compressed.clear()
         net = mlp(seed=5)
         train(

@@ -206,6 +206,18 @@ def test_without_pyyaml(config_file, monkeypatch):
     assert plan("-np", "2", "true").settings.max_np == 2
 
 
+def test_whose_output_passes_through_the_launcher():
+    """That of one worker does only where it must."""
+    for words, passes in (
+        ("-np 1", 0),
+        ("-np 2", 1),
+        ("-np 1 --timestamps", 1),
+        ("-np 1 --ranks 0", 1),
+        ("--min-np 1", 1),
+    ):
+        assert plan(*words.split(), "true").capture is bool(passes), words
+
+
 def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOROVOD_TIMELINE", "other.json")
