@@ -1,9 +1,9 @@
 """The test suite, as `make test` runs it: python tests/run.py [--quick | --all | --timing] [STEP...] [-- ARGUMENT...]
 
-Steps: unit (pytest), parallel (3 workers; tests marked `sizes` also over virtual hosts, by TCP and by MPI), integration
-and hosts (pytest; the tests start jobs of their own, and mostly wait, so they run beside the others). The last line is
-the total, ``N passed, N failed``. A parallel test counts once for each number of workers, and has passed when it passed
-on all. What every rank printed stays in the folder given by ``--out``.
+Steps: unit (pytest), parallel (3 workers; tests marked `sizes` also alone, and over virtual hosts, by TCP and by MPI),
+integration and hosts (pytest; the tests start jobs of their own, and mostly wait, so they run beside the others). The
+last line is the total, ``N passed, N failed``. A parallel test counts once for each number of workers, and has passed
+when it passed on all. What every rank printed stays in the folder given by ``--out``.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ SUITE = [
         UNIT,
         # With 2 workers, some sums over all ranks equal those over this one's neighbour.
         Step("parallel", UNIT.marks, "kvhvdrun", 3),
+        Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", 1),
         Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", 4, hosts="2,1,1"),
         Step("parallel", f"sizes and {UNIT.marks}", "mpirun", 4, hosts="2"),
     ],

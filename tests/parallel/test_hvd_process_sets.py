@@ -101,6 +101,7 @@ def test_a_set_that_a_running_job_does_not_have_is_refused_once(dynamic, rank, s
     assert process_sets.process_sets() == [hvd.global_process_set, *([few] if few else [])]
 
 
+@pytest.mark.needs(2)
 def test_a_set_with_a_rank_that_does_not_exist_any_more(dynamic, rank, size):
     """As when its last member has left an elastic job: nobody waits for it, and the set says so when it is used."""
     registry, gone = process_sets._registry(), hvd.ProcessSet([0, size])

@@ -8,7 +8,7 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import DivergedError, InvalidRequestError, MismatchError
+from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join
 from kvstore_hvd.world import process
 from support import gluon
@@ -35,11 +35,15 @@ def assert_same_everywhere(net, trainer):
     assert hvd.allgather_object(mine) == [mine] * hvd.size()
 
 
-def test_the_store_sums_after_a_join_as_before(rank, size):
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_store_sums_after_a_join_as_before(rank, size, fails):
     store, net = mx.kv.create("horovod"), mlp()
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=store)
-    with Join([trainer]):
+    trainer._update = (lambda *_: 1 / 0) if fails else trainer._update
+    errors = (ZeroDivisionError, HorovodInternalError)  # the latter where another worker has left before
+    with pytest.raises(errors) if fails else contextlib.nullcontext(), Join([trainer]):
         train(net, trainer)
+    kvstore_hvd.reset()
     x = mx.nd.ones((2,))
     store.pushpull("x", x)
     assert x.asnumpy().tolist() == [size, size]

@@ -8,6 +8,7 @@ from kvstore_hvd.errors import InvalidRequestError, KVHvdError, UnsupportedDtype
 from support.arrays import assert_same_bits, contribution, expected_sum
 
 
+@pytest.mark.sizes
 @pytest.mark.parametrize("shape", [(), (0,), (600_001,)], ids=str)
 def test_arrays(rank, size, shape):
     """A new array, or in place. Random programs do other dtypes, operations and factors."""
@@ -22,7 +23,8 @@ def test_arrays(rank, size, shape):
     assert_same_bits(mine, result)
     assert kvstore_hvd.broadcast(mine, 0, name="y", out=mine) is mine
     x = np.full(5, 6 * (rank + 1), "int32")
-    assert kvstore_hvd.allreduce(x, "x", prescale=0.5).tolist() == [3 * (size + 1) * size / 2] * 5
+    for factor in ("prescale", "postscale"):
+        assert kvstore_hvd.allreduce(x, "x", **{factor: 0.5}).tolist() == [3 * (size + 1) * size / 2] * 5
 
 
 def test_wrong_calls(world):

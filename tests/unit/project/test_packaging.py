@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -61,6 +62,9 @@ def test_a_source_tree_and_no_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "kvstore_hvd._native", None)
     monkeypatch.delitem(vars(native), "abi", raising=False)  # kept since the first use
     with pytest.raises(native.NotBuiltError, match=r"was not built\.\n  Fix: run `pip install \.`"):
+        native.abi()
+    monkeypatch.setattr(importlib, "import_module", Mock(side_effect=ImportError("libgcc.so: no such file")))
+    with pytest.raises(ImportError, match=r"libgcc\.so: no such file"):
         native.abi()
 
 

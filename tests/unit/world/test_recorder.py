@@ -173,6 +173,7 @@ def test_only_the_latest_session_counts(tmp_path, capsys):
     told = capsys.readouterr().out
     assert "missing: rank 1 of 2" in told
     assert f"left out, of another timeline: {part_path(str(target), 2)}" in told
+    assert Trace(target).ranks() == [0]
 
 
 def test_a_file_is_made_and_nothing_else_is_left(tmp_path):
