@@ -91,6 +91,17 @@ const bool slow = testing::add("a host whose bytes come slowly is not silent", [
   for (const int socket : near) close(socket);
 });
 
+const bool idle = testing::add("hosts that compute for longer than one may be silent hear of each other", [] {
+  if (thread_sanitizer()) return;
+  const auto body = [](Engine& engine, int) {
+    for (int i = 0; i < 2; ++i) {
+      check(barrier(engine).ok(), "the barrier");
+      std::this_thread::sleep_for(std::chrono::seconds(3));
+    }
+  };
+  with_hosts({{0}, {1}}, body, std::chrono::seconds(60), 0, {}, {}, nullptr, {}, std::chrono::seconds(2));
+});
+
 const bool tables = testing::add("a table of hosts that fits no world is refused", [] {
   for (const Hosts& hosts : {Hosts{0, {{0}, {0}}}, Hosts{0, {{0}, {2}}}, Hosts{0, {{0, 1}, {}}},
                              Hosts{2, {{0, 1}, {2}}}, Hosts{1, {{0, 1}, {2}}}}) {

@@ -127,7 +127,7 @@ class Told:
     cause = ""
 
     def __init__(self, update=None):
-        self.update = update
+        self.update, self.said = update, []
 
     def next_world(self, cause, text):
         self.update, self.cause = None, cause
@@ -136,7 +136,11 @@ class Told:
     def joined(self, world):
         pass
 
-    synced = finished = lambda self: None
+    def synced(self):
+        self.said.append("synced")
+
+    def finished(self):
+        self.said.append("finished")
 
 
 @pytest.mark.parametrize("how", ["added", "removed", "before the run"])
@@ -193,6 +197,7 @@ def test_an_update_that_comes_while_a_world_forms_counts(rank, size, monkeypatch
     train(state)
     # After the loss step 2 again, whose commit ends that world; then the rest.
     assert state.steps == [(1, 0), (2, 1), (3, 2)]
+    assert process.current().control.said == ["synced"] * state.calls.count("sync") + ["finished"]
 
 
 @pytest.mark.parametrize("where", ["in training", "between worlds"])
