@@ -1,6 +1,7 @@
 """What a worker does with errors that nobody has read, and with a world that is declared lost."""
 
 import contextlib
+import errno
 import logging
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError, PeerLostError
 from kvstore_hvd.world import member as member_module
-from kvstore_hvd.world import process
+from kvstore_hvd.world import process, segment
 from kvstore_hvd.world.member import Member, SetMember
 from kvstore_hvd.world.stall import StallInspector
 from kvstore_hvd.world.topology import Host, Topology, World
@@ -71,6 +72,39 @@ def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch):
         mine.join(World(Topology.of(0, [Host.here()] * 2, source="launcher"), "fake", b""))
     assert connection.left == ["it could not join the world: LaunchError"]
     assert (mine.is_connected, mine.has_given_up) == (False, False)
+
+
+@pytest.mark.parametrize(("hosts", "takes"), [(1, 8 + 12), (2, 4 + 12 + 4)])
+def test_a_world_takes_open_files(monkeypatch, hosts, takes):
+    """As many as this host has workers, and some more."""
+    machines = [Host(str(rank % hosts), str(rank % hosts)) for rank in range(8)]
+    topology = Topology.of(0, machines, source="launcher", set_number=3)
+    monkeypatch.setattr(segment.cores, "limit_of", lambda which: 100)
+    monkeypatch.setattr(segment.cores, "open_below", lambda limit: limit - takes)
+    segment._check_room(topology)
+    monkeypatch.setattr(segment.cores, "open_below", lambda limit: limit - takes + 1)
+    text = f"process set 3 of 8 workers takes {takes} open files, and this process has {takes - 1} left"
+    with pytest.raises(LaunchError, match=rf"{text}.\n  100 are allowed \(ulimit -n\), {101 - takes} are in use"):
+        segment._check_room(topology)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (
+            OSError(errno.EMFILE, "memfd_create: Too many open files"),
+            r"needs: memfd_create: .*\.\n  Fix: .*ulimit -n",
+        ),
+        (OSError(errno.EIO, "mmap: I/O error"), r"needs: mmap: I/O error\.\n  Fix: .*dmesg"),
+        (RuntimeError("can't start new thread"), r"needs: a thread\.\n  Fix: .*ulimit -u"),
+    ],
+)
+def test_what_the_system_refuses_has_a_fix(error, told):
+    with (
+        pytest.raises(LaunchError, match=told),
+        segment.refusals_explained(Topology.of(0, [Host.here()], source="alone")),
+    ):
+        raise error
 
 
 def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one():
