@@ -1,6 +1,7 @@
 // The engine with ranks as processes: those that die.
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -116,6 +117,22 @@ const bool end_asked = testing::add("this kernel is asked about a process that i
   if (answer.kind == ExitAnswer::kKnown) check_equal(answer.status, SIGTERM, "how it ended");
   check(ask_kernel(-1).kind == ExitAnswer::kNever, "no pidfd");
   close(pidfd);
+});
+
+const bool debugged = testing::add("a process that a debugger has stopped is stopped", [] {
+  const auto segment = Segment::create(1);
+  const pid_t child = fork();
+  if (child == 0) {
+    ptrace(PTRACE_TRACEME, 0, nullptr, nullptr);
+    raise(SIGSTOP);
+    _exit(0);
+  }
+  waitpid(child, nullptr, WUNTRACED);
+  segment->world().rank(0).pid = child;
+  segment->world().rank(0).presence = Presence::kJoined;
+  check(Liveness::is_stopped(segment->world(), 0), "it is not");
+  kill(child, SIGKILL);
+  wait_for(child);
 });
 
 const bool lock_holder = testing::add("a rank that stops while it holds a lock is named at the deadline", [] {
