@@ -5,6 +5,7 @@ Lines go to the handlers of the root logger, and to stderr if it has none. The l
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import threading
@@ -30,7 +31,8 @@ class _StderrHandler(logging.Handler):
             sys.stderr.write(f"{clock}{_rank_text}kvstore_hvd {record.levelname.lower()}: {record.getMessage()}\n")
             sys.stderr.flush()
         except Exception:  # noqa: BLE001 - a closed stderr must not end the training
-            self.handleError(record)
+            with contextlib.suppress(ValueError):  # it tells of errors on stderr
+                self.handleError(record)
 
 
 if not any(isinstance(handler, _StderrHandler) for handler in logger.handlers):

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -61,6 +62,14 @@ def test_exit_code_and_last_words_of_the_first_failure(run):
     assert head.endswith("\n")
     assert block.startswith("rank 1 of 3 (pid ")
     assert block.endswith(") exited with code 7. Its last lines on stderr:\n    early\n    ValueError: bad\n")
+
+
+def test_of_a_worker_that_says_nothing_the_end_is_said(run):
+    err = run("-np 1", "os.kill(os.getpid(), 9)", code=137).err
+    assert re.fullmatch(r"kvhvdrun: rank 0 of 1 \(pid \d+\) was killed by SIGKILL\.\n", err)
+    program = "say('x\\n')\nif rank == 0: open('said', 'w')\nelse: wait_for('said'); sys.exit(3)"
+    job = run("-np 2 --no-prefix", program, code=3)
+    assert (job.out, job.err.partition(") ")[2]) == ("x\nx\n", "exited with code 3. It wrote nothing to stderr.\n")
 
 
 def test_a_killed_worker_gives_128_and_the_signal(run):

@@ -19,9 +19,9 @@ pytestmark = pytest.mark.alike
 SHELL = f"--rsh-command {Path(__file__).parents[1] / 'support' / 'remote_shell.py'}"
 PLACE = """
 names = ('RANK', 'SIZE', 'LOCAL_RANK', 'LOCAL_SIZE', 'CROSS_RANK', 'CROSS_SIZE')
-place = [int(os.environ['HOROVOD_' + name]) for name in names]
-mine = [os.environ[name] for name in ('KVHVD_SLOT', 'MINE', 'DISPLAY')]
-report(rank=rank, place=place, mine=mine, hosts=os.environ.get('KVHVD_HOSTS', '').split(',')[1:],
+place, cores = [int(os.environ['HOROVOD_' + name]) for name in names], sorted(os.sched_getaffinity(0))
+mine = [os.environ[name] for name in ('KVHVD_SLOT', 'MINE', 'DISPLAY', 'OMP_NUM_THREADS')]
+report(rank=rank, place=place, mine=mine, cores=cores, hosts=os.environ.get('KVHVD_HOSTS', '').split(',')[1:],
        is_there=os.environ['HOME'] == '/there', folder=os.getcwd(), stdin=sys.stdin.read())
 """
 
@@ -38,7 +38,7 @@ def shells(job):
 
 
 @pytest.mark.parametrize(
-    ("options", "is_there"), [("", [True, False, False, True]), ("--min-np 4 -x HOME", [False] * 4)]
+    ("options", "is_there"), [("--bind-cores", [True, False, False, True]), ("--min-np 4 -x HOME", [False] * 4)]
 )
 def test_workers_get_their_places(run, tmp_path, options, is_there):
     """Variables of the job come along, those of the host stay unless sent; what a login shell prints is passed over."""
@@ -51,6 +51,7 @@ def test_workers_get_their_places(run, tmp_path, options, is_there):
             stdin=file,
             MINE="another",
             DISPLAY=":1",
+            OMP_NUM_THREADS="77",
         )
     assert job.err == ""
     reports = job.reports()
@@ -61,11 +62,15 @@ def test_workers_get_their_places(run, tmp_path, options, is_there):
         [3, 4, 0, 1, 2, 3],
     ]
     slots = ["node1:0", "localhost:0", "localhost:1", "node2:0"]
-    assert [one["mine"] for one in reports] == [[slot, "ä=", ""] for slot in slots]
+    assert [one["mine"] for one in reports] == [[slot, "ä=", "", "77"] for slot in slots]
     assert [one["is_there"] for one in reports] == is_there
     assert {(one["folder"], one["stdin"]) for one in reports} == {(str(tmp_path), "")}
     me = os.uname().nodename
-    assert [one["hosts"] for one in reports] == [[] if options else [me, me, "node2"]] * 4
+    cores, is_elastic = sorted(os.sched_getaffinity(0)), "--min-np" in options
+    half = len(cores) // 2
+    shares = [cores] * 4 if is_elastic else [cores, cores[:half] or cores, cores[half:], cores]
+    assert [one["cores"] for one in reports] == shares
+    assert [one["hosts"] for one in reports] == [[] if is_elastic else [me, me, "node2"]] * 4
 
 
 @pytest.mark.parametrize("options", ["", "--min-np 2"])

@@ -38,8 +38,9 @@ def test_one_worker_has_the_launchers_streams(run):
     read, write = os.pipe()
     os.write(write, b"in\n")
     os.close(write)
-    job = run("-np 1", "say(sys.stdin.read()); say('e', sys.stderr)", stdin=read)
-    assert (job.out, job.err) == ("in\n", "e")
+    program = "say(sys.stdin.read() + os.environ['OMP_NUM_THREADS']); say('e', sys.stderr); sys.exit(7)"
+    job = run("-np 1", program, code=7, stdin=read, OMP_NUM_THREADS="")
+    assert (job.out, job.err) == ("in\n", "e")  # which tells enough
 
 
 @pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])

@@ -136,6 +136,10 @@ class Play:
     def notes(self, event: str) -> list[dict[str, Any]]:
         return [action.fields for action in self.seen if isinstance(action, Note) and action.event == event]
 
+    @property
+    def news(self) -> list[str]:
+        return [action.news for action in self.seen if isinstance(action, Note) and action.news]
+
     def _take(self) -> None:
         for action in self.job.take():
             if isinstance(action, Tell):

@@ -1,8 +1,10 @@
 """The configuration: what it reads, and what it refuses."""
 
 import importlib
+import io
 import logging
 import re
+import sys
 
 import pytest
 
@@ -13,6 +15,7 @@ from kvstore_hvd.horovod import variables as horovod_variables
 
 # The package's attribute of this name may be the function.
 module = importlib.import_module("kvstore_hvd.config")
+REPLACED = {"KVHVD_DAEMON": "x", "KVHVD_WORKER": "0"}
 
 
 @pytest.fixture(autouse=True)
@@ -25,27 +28,15 @@ def _restore():
         module.reload()
 
 
-def test_defaults():
-    cfg = Config.from_environ({})
-    assert (cfg.timeout_s, cfg.start_timeout_s, cfg.exit_timeout_s) == (600.0, 30.0, 30.0)
-    assert (cfg.log_level, cfg.simd, cfg.numpy_shim, cfg.allow_local_trainer) == ("warning", "auto", True, False)
-    assert (cfg.rank, cfg.size, cfg.job, cfg.secret, cfg.generation) == (None, None, "", b"", 0)
-    assert (cfg.stall_check_s, cfg.stall_check_disable, cfg.stall_shutdown_s, cfg.verify_every) == (60.0, False, 0.0, 0)
-    assert cfg.mpi_launch is None
-
-
 @pytest.mark.parametrize(
     ("variable", "text", "field", "value"),
     [
-        ("KVHVD_TIMEOUT", "2.5", "timeout_s", 2.5),
-        ("KVHVD_START_TIMEOUT", " 7 ", "start_timeout_s", 7.0),
         ("KVHVD_LOG_LEVEL", "TRACE", "log_level", "debug"),
         ("HOROVOD_LOG_LEVEL", "fatal", "log_level", "critical"),
         ("KVHVD_SIMD", " AVX2 ", "simd", "avx2"),
+        ("KVHVD_STALL_CHECK_TIME_S", "0", "stall_check_s", 0.0),
         ("KVHVD_NUMPY_SHIM", "off", "numpy_shim", False),
-        ("KVHVD_TIMELINE", "DYNAMIC", "timeline", "DYNAMIC"),
         ("HOROVOD_THREAD_AFFINITY", "0, 3,1", "thread_affinity", (0, 3, 1)),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "120", "stall_shutdown_s", 120.0),
         ("KVHVD_SECRET", "ab" * 16, "secret", b"\xab" * 16),
         ("KVHVD_TIMEOUT", "", "timeout_s", 600.0),
     ],
@@ -58,14 +49,18 @@ def test_a_variable_sets_its_field(variable, text, field, value):
 
 @pytest.mark.parametrize(
     ("variables", "waits"),
-    [({}, True), ({"KVHVD_EXIT_TIMEOUT": "30"}, False), ({"KVHVD_DAEMON": "x", "KVHVD_WORKER": "0"}, False)],
-)
-def test_an_exit_waits_for_late_workers_that_nobody_replaces_unless_it_was_limited(variables, waits):
-    assert Config.from_environ(variables).waits_at_exit == waits
+    [({}, (True, True)), ({"KVHVD_EXIT_TIMEOUT": "30"}, (False, True)), ({"KVHVD_TIMEOUT": "600"}, (True, False)),
+     (REPLACED, (False, False)), ({**REPLACED, "KVHVD_STALL_SHUTDOWN_TIME_S": "0"}, (False, True)),
+     ({**REPLACED, "KVHVD_STALL_SHUTDOWN_TIME_S": "9"}, (False, False))],
+)  # fmt: skip
+def test_an_exit_waits_for_late_workers_and_operations_for_busy_ones_unless_limited_or_replaced(variables, waits):
+    cfg = Config.from_environ(variables)
+    assert (cfg.waits_at_exit, cfg.waits_for_busy) == waits
 
 
 WRONG = """KVHVD_TIMEOUT=0 KVHVD_TIMEOUT=nan KVHVD_SIMD=sse KVHVD_NUMPY_SHIM=maybe HOROVOD_THREAD_AFFINITY=0,-1
-    KVHVD_RANK=-1 KVHVD_TEST_HOSTS=x KVHVD_TEST_HOSTS=2, KVHVD_TEST_HOSTS=0/1,2"""
+    KVHVD_RANK=-1 KVHVD_TEST_HOSTS=x KVHVD_TEST_HOSTS=2, KVHVD_TEST_HOSTS=0/1,2
+    KVHVD_TIMEOUT=inf KVHVD_LEASE=1 KVHVD_STALL_CHECK_TIME_S=-1 KVHVD_GPU_STAGING_MIB=1 KVHVD_GPU_STAGING_MIB=4097"""
 
 
 @pytest.mark.parametrize("given", WRONG.split())
@@ -78,6 +73,10 @@ def test_a_value_that_is_not_allowed_raises(given):
 def test_names():
     with pytest.raises(ConfigError, match=r"KVHVD_TIMOUT does not exist; did you mean KVHVD_TIMEOUT\?"):
         Config.from_environ({"KVHVD_TIMOUT": "3"})
+    with pytest.raises(
+        ConfigError, match=r"KVHVD_ZZZZZZZZZZZZ does not exist\.\n.*SIMD: 'x' .*\n.*RANK: 'y' .*\n  Fix: "
+    ):
+        Config.from_environ({"KVHVD_ZZZZZZZZZZZZ": "3", "KVHVD_SIMD": "x", "KVHVD_RANK": "y"})
     for prefix in module.RESERVED_PREFIXES:  # those of the build and the tests are left alone
         assert vars(Config.from_environ({f"{prefix}ANYTHING": "x"})) == vars(Config.from_environ({}))
 
@@ -85,9 +84,10 @@ def test_names():
 def test_the_secret_is_never_shown():
     secret = "0123456789abcdef" * 2
     assert secret not in repr(Config.from_environ({"KVHVD_SECRET": secret}))
-    with pytest.raises(ConfigError) as caught:
-        Config.from_environ({"KVHVD_SECRET": "topsecret"})
-    assert "topsecret" not in str(caught.value)
+    for wrong in ("topsecret", "ab" * 15):
+        with pytest.raises(ConfigError) as caught:
+            Config.from_environ({"KVHVD_SECRET": wrong})
+        assert wrong not in str(caught.value)
 
 
 def test_horovods_other_variables_are_named_once_with_the_reason(monkeypatch, caplog):
@@ -124,17 +124,23 @@ def test_nobody_is_told_of_what_kvhvdrun_has_set():
 def test_lines_may_begin_with_the_time(monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     monkeypatch.setenv("HOROVOD_LOG_HIDE_TIME", "0")
+    monkeypatch.setattr(log, "_rank_text", "")
     module.reload()
+    log.set_rank(1, 2)
     log.logger.warning("now")
+    log.set_rank(0, 1)  # one worker has no need of a rank
     monkeypatch.delenv("HOROVOD_LOG_HIDE_TIME")
     module.reload()
     log.logger.warning("then")
+    (closed := io.StringIO()).close()
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", closed)
+        log.logger.warning("to nobody")
     monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
     log.logger.warning("to the handlers of the program")
     first, second = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"\d\d:\d\d:\d\d (\[rank .*\] )?kvstore_hvd warning: now", first)
-    assert second.endswith("kvstore_hvd warning: then")
-    assert not re.match(r"\d\d:", second)
+    assert re.fullmatch(r"\d\d:\d\d:\d\d \[rank 1/2\] kvstore_hvd warning: now", first)
+    assert second == "kvstore_hvd warning: then"
 
 
 def test_the_environment_is_read_when_told(monkeypatch):
@@ -173,6 +179,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2"}
         ({**OMPI, "OMPI_VERSION": "5.0.1", "PMIX_RANK": "1"}, ("Open MPI", 1, 2, "OMPI_COMM_WORLD_SIZE", "5.0.1")),
         ({**OMPI, "OMPI_MCA_orte_hnp_uri": "x"}, ("Open MPI", 1, 2, "OMPI_COMM_WORLD_SIZE", "4 or older")),
         ({"PMI_SIZE": "3", "PMI_RANK": "0"}, ("MPICH", 0, 3, "PMI_SIZE")),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "3", "PMI_SIZE": "3", "PMI_RANK": "2"}, ("Slurm", 2, 3, "PMI_SIZE")),
         ({"PMIX_RANK": "0"}, ("PMIx", 0, None, "PMIX_RANK")),
     ],
 )

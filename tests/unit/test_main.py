@@ -1,5 +1,6 @@
 """``python -m kvstore_hvd script.py`` runs a program as if Python itself had started it; and programs without MXNet."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,18 +36,21 @@ def test_a_script_finds_itself_its_arguments_and_its_neighbours(tmp_path):
     folder.mkdir()
     (folder / "neighbour.py").write_text("")
     (folder / "train.py").write_text("import neighbour\nx: 1 + 1\nassert __annotations__ == {'x': 2}\n" + PROGRAM)
-    done = run("sub/train.py", "-v", "--lr", "1", cwd=tmp_path)
+    (tmp_path / "link.py").symlink_to("sub/train.py")
+    done = run("link.py", "-v", "--lr", "1", cwd=tmp_path)
     told = ["__main__ True ['-v', '--lr', '1'] kept", f"{folder} True", "at exit kept"]
     assert (done.returncode, done.stderr, done.stdout.splitlines()) == (0, "", told)
 
 
-def test_a_module_and_a_folder(tmp_path):
+def test_a_module_a_folder_and_an_archive(tmp_path):
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("")
     (tmp_path / "package" / "__main__.py").write_text("import sys; print(__name__, sys.argv[1:])")
-    for arguments, told in ((("-m", "package", "-m", "x"), "['-m', 'x']"), (("package", "y"), "['y']")):
+    shutil.make_archive(str(tmp_path / "app"), "zip", tmp_path / "package")
+    for arguments in (("-m", "package", "-m", "x"), ("package", "y"), ("app.zip", "z")):
         done = run(*arguments, cwd=tmp_path)
-        assert (done.returncode, done.stdout, done.stderr) == (0, f"__main__ {told}\n", "")
+        told = f"__main__ {list(arguments[1 + (arguments[0] == '-m') :])}\n"
+        assert (done.returncode, done.stdout, done.stderr) == (0, told, "")
 
 
 def test_ends_as_python_would(tmp_path):
@@ -76,12 +80,17 @@ def test_what_cannot_be_run_is_said(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for arguments, text in [
         ((), "usage: "),
+        (("--lr", "1"), "usage: "),
+        (("-m",), "-m needs the name of a module"),
         (("-m", "no_such_module"), "no module named 'no_such_module'"),
+        (("-m", "absent.part"), "cannot find module 'absent.part': No module named 'absent'"),
+        (("--", "absent.py"), "no such file: 'absent.py'"),
         (("absent.py",), "no such file: 'absent.py'"),
         ((".",), "the folder '.' has no __main__.py"),
     ]:
         assert main(arguments) == 2
         assert text in capsys.readouterr().err
+    assert (main(["--help"]), main(["-h"]), capsys.readouterr().out.count("usage: ")) == (0, 0, 2)
 
 
 def test_arrays_of_numpy_need_none_and_what_does_says_so():

@@ -65,6 +65,15 @@ def test_a_quota_of_version_2(machine, quota, usable, enough):
         assert suffice([describe(root)] * ranks) == (ranks <= enough)
 
 
+@pytest.mark.parametrize(("quota", "usable"), [("-1", 8), ("250000", 3)])
+def test_a_quota_of_version_1(machine, quota, usable):
+    machine.mounts += "31 30 0:34 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu,cpuacct\n"
+    for name, text in (("quota", quota), ("period", "100000")):
+        machine._write(f"/sys/fs/cgroup/cpu/job/cpu.cfs_{name}_us", f"{text}\n")
+        machine._write(f"/sys/fs/cgroup/cpuset/job/cpu.cfs_{name}_us", "100000\n")  # not of this hierarchy
+    assert usable_cores(machine.place("4:cpu,cpuacct:/job")) == CORES[:usable]
+
+
 def test_groups_above_limit_as_well(machine):
     machine.mount("/sys/fs/cgroup")
     machine.group("/sys/fs/cgroup/a/b/c", "max")
@@ -206,6 +215,8 @@ def test_a_machine_under_load_does_not_stop_the_clock(time):
         left = deadline.left()
     assert left <= 0
     assert deadline.wait_s() == 0
+    waits = [Deadline(limit_s).wait_s(longest_s) for limit_s, longest_s in ((0.1, 0.3), (9.0, 0.3), (9.0, 2.0))]
+    assert waits == pytest.approx([0.1, 0.3, 0.5])  # it looks at least that often
 
 
 def test_an_earlier_deadline_counts_for_the_later_one(time):

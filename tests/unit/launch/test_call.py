@@ -77,7 +77,10 @@ def test_the_signature_is_horovods():
         ({"func": 3}, "func is 3, args a tuple, kwargs a NoneType"),
         ({"args": "ab"}, "args a str, kwargs a NoneType"),
         ({"args": (threading.Lock(),)}, "the function or its arguments cannot be pickled: TypeError: cannot pickle"),
+        ({"kwargs": [1]}, "args a tuple, kwargs a list"),
         ({"use_mpi": True}, "use_mpi and mpi_args cannot be honoured"),
+        ({"mpi_args": "-x A"}, "use_mpi and mpi_args cannot be honoured"),
+        ({"min_np": 1, "min_num_proc": 2}, "min_num_proc is 2 and min_np is 1, which are the same option"),
         ({"num_proc": 2, "np": 3}, "num_proc is 2 and np is 3, which are the same option"),
         ({"min_np": 1, "cooldown_range": (1, 2, 3)}, "expected two numbers of seconds"),
     ],
@@ -104,6 +107,7 @@ def test_options_become_those_of_kvhvdrun(launcher):
         *("--blacklist-cooldown-range", "10", "300"),
     ]
     assert options(max_np=2) == ["--max-np=2"]
+    assert options(num_proc=2, np=2, verbose=False) == ["--num-proc=2"]
 
 
 def test_a_launcher_that_cannot_be_started(monkeypatch):
@@ -115,6 +119,9 @@ def test_a_launcher_that_cannot_be_started(monkeypatch):
     with pytest.raises(LaunchError, match=r"the launcher cannot be started: .* unavailable\."):
         run()
     assert os.listdir("/proc/self/fd") == before
+    monkeypatch.setattr(call, "_dump", refuse)
+    with pytest.raises(LaunchError, match=r"cannot be written to a temporary folder: .*\n  Fix: set TMPDIR"):
+        run()
 
 
 EARLY, LATE, LONG = ValueError("early"), ValueError("late"), "b" * 1_000_000
@@ -139,6 +146,8 @@ EARLY, LATE, LONG = ValueError("early"), ValueError("late"), "b" * 1_000_000
         ([("failure", EARLY, (0, 1, 2)), ("failure", LATE, (1, 0, 1))], 1, "ValueError: late"),
         ([("result", 1), ("ended", "rank 0 exited with code 3.")], 0, "run: rank 0 exited with code 3"),
         ([("refused", "no such command")], 0, "no such command"),
+        ([], 0, "run: the workers ended without a result, and without an error"),
+        ([], 3, r"run: the launcher \(kvhvdrun\) ended with code 3"),
     ],
 )
 def test_results_and_errors_are_what_launcher_and_workers_tell(launcher, reports, code, outcome):

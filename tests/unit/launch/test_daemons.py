@@ -21,6 +21,7 @@ pytestmark = pytest.mark.alike
         ({"fault": "reset"}, 4.0, "the connection to its daemon was lost: reset"),
         ({"fault": "reset", "ending": True}, 1e9, ""),
         ({"fault": "reset", "code": 3}, 0.01, "its daemon (pid 8) exited with code 3"),
+        ({"fault": "reset", "code": -40}, 0.01, "its daemon (pid 8) was killed by signal 40"),
         ({"has_come": True, "code": -9}, 4.4, "its daemon has said nothing for 4.4 s (KVHVD_LEASE)"),  # its guard has
     ],
 )

@@ -27,7 +27,7 @@ def test_what_a_script_may_print():
 
 @pytest.fixture
 def script():
-    made = HostDiscoveryScript("./listing", {}, 1)
+    made = HostDiscoveryScript("./listing", {"A": "1"}, 2)
     made.daemons = Mock()
     return made
 
@@ -50,9 +50,11 @@ def test_a_script_is_run_again_and_again(script):
     assert run(script, 1.0, b"localhost:2\n") == {"localhost": 2}
     assert script.poll(1.9) is None
     assert script.daemons.send.call_count == 1  # not before a second has passed
+    given = {"command": ["/bin/sh", "-c", "./listing"], "environment": {"A": "1"}, "capture": True, "stdin": False}
+    assert script.daemons.send.call_args.kwargs.items() >= given.items()
     assert run(script, 2.0, b"# none\n") == {}
     assert "'./listing' names no host; it says: # none.\n  Fix: " in script.fault(2.0)
-    assert run(script, 3.0, b"localhost\nother:3\n") == {"localhost": 1, "other": 3}
+    assert run(script, 3.0, b"localhost\nother:3\n") == {"localhost": 2, "other": 3}
     assert run(script, 4.0, "\ufeffother:3\n".encode()) == {"other": 3}
     assert script.fault(4.0) == ""
 
@@ -61,6 +63,7 @@ def test_a_script_is_run_again_and_again(script):
     ("code", "out", "errors", "fact"),
     [
         (3, b"one\n", b"two\nthree\n", r"' exited with code 3; it says: two / three\."),
+        (3, b"", b"1\n2\n3\n" + b"x" * 300, r"' exited with code 3; it says: 2 / 3 / x{200}\.\n"),
         (0, b"a b\n", b"", "printed are no hosts: 'a b' is not HOST:N"),
         (0, b"a\n\377b:2\nc\n", b"", r"printed are no hosts: '\\xffb:2' is not HOST:N"),
         (-9, b"no\n" * 30000, b"", r"printed more than 65536 bytes and was killed; it says: no / no / no\."),
@@ -82,7 +85,7 @@ def test_a_script_that_hangs_is_named_and_killed(script):
     with pytest.raises(StartError, match=r"\./listing' took more than 10 s and was killed") as caught:
         end(script, 11.0, -9)
     assert script.fault(11.0) == str(caught.value)
-    assert run(script, 12.0, b"localhost\n") == {"localhost": 1}  # the next run has its own time
+    assert run(script, 12.0, b"localhost\n") == {"localhost": 2}  # the next run has its own time
     assert script.fault(12.0) == ""
     script.poll(13.0)
     assert "' is still running after 7 s.\n  Fix: " in script.fault(20.0)

@@ -75,12 +75,14 @@ def test_a_worker_that_ends_while_the_others_meet_is_not_waited_for():
 def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
     play = Play({"a": 1}, min_np=2, elastic_timeout_s=60)
     play.wait(59)
+    assert play.news == ["there are 1 slots, 2 are needed: waiting for more, for 50 s."]
     assert play.ending is None
     play.wait(2)
     assert play.outcome == (1, "there are 1 slots, 2 are needed, and no more came within 60 s.")
     play = begun({"a": 1, "b": 1}, min_np=2, elastic_timeout_s=30)
     play.hosts({"a": 1})
     play.kill(1)
+    assert play.job.status == "generation 0, 1 of 1 workers"
     play.ready(0)
     play.wait(29)
     assert play.ending is None
@@ -136,12 +138,18 @@ def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_a
     assert lose() == {"host": "b", "text": "a storm", "seconds": 0.0}
     assert [note["lines"] for note in play.notes("worker_exited")] == [["last"], [], []]
     assert len(play.starts()) == 7  # at once
-    assert 20 <= lose()["seconds"] <= 30
+    assert lose()["seconds"] == 20.0
+    assert play.news == ["host b is lost: a storm.", "host b is lost: a storm. It gets no worker for 20 s."]
     play.wait(19)
     assert len(play.starts()) == 7
     play.wait(11)
     assert len(play.starts()) == 10
     assert play.notes("slot_blacklisted") == []
+    play.job.started(7, 77, play.now)
+    play.job.host_leaves("b", "a notice", 143, play.now)
+    assert lose() == {"host": "b", "text": "a notice", "seconds": 40.0}
+    play.wait(41)  # then it may come back
+    assert len(play.starts()) == 13
 
 
 def test_when_all_hosts_leave_nobody_is_blamed():
@@ -182,6 +190,7 @@ def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over(
     fail((1, 2), (0, 1))  # for the third time: 1 and 2; they are alike, and 2 comes later
     (note,) = play.notes("host_left_out")
     assert (note["host"], note["unreached"]) == ("c", ["b"])
+    assert "host c is left out for 10 s: it and b do not reach each other.\n  Fix: see whether a fire" in play.news[-2]
     assert play.meet() == [0, 1]
     assert [told["t"] for told in play.told(2)][-1] == "leave"
     play.end(2)
@@ -226,8 +235,8 @@ def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while():
     play.meet()
     play.kill(2)  # while it starts
     (note,) = play.notes("slot_blacklisted")
-    assert note["slot"] == "a:1"
-    assert 20 <= note["seconds"] <= 30
+    assert (note["slot"], note["seconds"]) == ("a:1", 10.0)
+    assert play.news[1::2] == ["generation 1: 1 workers (0).", "slot a:1 gets no worker for 10 s: they crash there."]
     play.wait(note["seconds"] - 0.1)
     assert len(play.starts()) == 3
     play.wait(0.2)
@@ -238,6 +247,11 @@ def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while():
     play.kill(3)
     assert len(play.notes("slot_blacklisted")) == 1
     assert play.starts()[4:] == [(4, "a:1")]
+    play.ready(4, 0)
+    play.meet()
+    play.wait(599)  # no long life
+    play.kill(4)
+    assert play.notes("slot_blacklisted")[1:] == [note]
 
 
 def fail_in_turn(play, code=1, *, hung=False):
@@ -287,7 +301,7 @@ def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
     play.say(0, "finished")
     play.end(0)
     play.end(1, 7, "oops")
-    assert play.outcome == (7, "worker 1 (a:1) exited with code 7.")
+    assert (play.outcome, play.news) == ((7, text := "worker 1 (a:1) exited with code 7."), [text])
     play = begun({"a": 2})
     play.say(0, "synced", generation=0)
     play.say(0, "finished")
@@ -398,7 +412,8 @@ def test_who_never_gets_ready_at_the_start_is_killed():
     play = Play({"a": 3}, min_np=2, timeout_s=50)
     play.ready(0)
     play.wait(49)
-    assert play.signals(1) == []
+    assert (play.signals(1), play.job.status) == ([], "3 workers start")
+    assert play.news[0] == "the others wait for worker 1 (a:1), 2 (a:2), and kill what has not come in 40 s."
     play.wait(2)
     assert play.signals(1) == play.signals(2) == KILLED
     play.kill(1, 2)

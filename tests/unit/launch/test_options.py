@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstore_hvd import __version__
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.horovod.variables import Ranks
 from kvstore_hvd.launch import command, hosts
@@ -38,6 +39,13 @@ def config_file(tmp_path):
 
 REFUSED = [
     (["true"], "the number of workers is missing"),
+    (["-np", "2"], "no command was given"),
+    (["-np", "2", "-x", "PATH=/nowhere", "ls"], "command 'ls' was not found.\n  Fix: check its name and PATH."),
+    (["-np", "2", __file__], f"is not executable.\n  Fix: kvhvdrun -np N {Path(sys.executable).name} {__file__}"),
+    (["--hostfile", "/no/hosts", "true"], "the host file cannot be read: [Errno 2] No such file or directory"),
+    (["-np", "1", "--checkpoint-every", "5", "true"], "--checkpoint-every: there is no file."),
+    (["-np", "1", "--checkpoint", "/", "true"], "--checkpoint: '/' is a folder."),
+    (["-np", "1", "--timeline-filename", "/no/t.json", "true"], "--timeline-filename: there is no folder '/no'."),
     (["-np", "0", "true"], "argument -np/--num-proc/-n: '0' is not a whole number of at least 1."),
     (["--ouput-filename", "x", "-np", "2", "true"], "--ouput-filename does not exist; did you mean --output-"),
     (["--np", "2", "true"], "--np does not exist; did you mean -np?\n  Fix: "),
@@ -54,9 +62,11 @@ REFUSED = [
     (["-np", "2", "--output-filename", "/dev/null", "true"], "'/dev/null/rank.0' cannot be made"),
     (["--min-np", "3", "--max-np", "2", "true"], "--min-np 3 is more than --max-np 2."),
     (["--min-np", "3", "-np", "2", "true"], "--min-np 3 is more than -np 2."),
+    (["--min-np", "1", "-np", "3", "-H", "localhost:2", "true"], "3 workers are needed, but the hosts have 2 slots"),
     (["--max-np", "257", "true"], "a job has at most 256 workers"),
     (["--min-np", "1", "--elastic-timeout", "soon", "true"], "--elastic-timeout: 'soon' is not a number of seconds"),
     (["--min-np", "1", "--blacklist-cooldown-range", "9", "8", "true"], "the lower one first"),
+    (["--min-np", "1", "--blacklist-cooldown-range", "0.5", "8", "true"], "0.5 8: expected 1 to 3600 s"),
     (["--host-discovery-script", "x", "-H", "a", "true"], "both --hosts and --host-discovery-script name hosts."),
     (["--min-np", "1", "--output-filename", "o", "true"], "--output-filename is not for elastic jobs.\n  Fix: omit"),
     (["--reset-limit", "1", "-np", "2", "true"], "--reset-limit is for elastic jobs.\n  Fix: "),
@@ -65,7 +75,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arguments", "text"), REFUSED)
 def test_what_cannot_be_is_said(capfd, arguments, text):
-    assert command.main(arguments) == (126 if arguments[-1] == "/" else 2)
+    assert command.main(arguments) == {"/": 126, __file__: 126, "ls": 127}.get(arguments[-1], 2)
     out, err = capfd.readouterr()
     assert (out, err.startswith("kvhvdrun: "), "\n  Fix: " in err) == ("", True, True)
     assert text in err
@@ -99,6 +109,7 @@ def test_as_many_workers_as_the_engine_and_open_files_allow(monkeypatch):
     def limit(which, soft):
         monkeypatch.setattr(resource, "getrlimit", lambda asked: (soft, soft) if asked == which else given(asked))
 
+    assert hosts.open_below(1 << 20) == len(os.listdir("/proc/self/fd")) - 1  # without that of the listing
     monkeypatch.setattr(hosts, "open_below", lambda limit: 3)
     limit(resource.RLIMIT_NOFILE, 99)
     hosts.check_count(25)
@@ -119,6 +130,8 @@ def test_help_has_few_variables(capfd):
     out = capfd.readouterr().out
     assert (end.value.code, out.count("\nKVHVD_") + out.count("\nHOROVOD_")) == (0, 8)
     assert ("docs/errors.md" in out, "KVHVD_SECRET" in out) == (True, False)
+    assert all(each in out for each in ("KVHVD_TIMEOUT [600]: ", "HOROVOD_STALL_CHECK_DISABLE [0]: "))
+    assert (command.main(["--version"]), capfd.readouterr().out) == (0, f"kvstore_hvd {__version__}\n")
 
 
 def test_the_program_and_its_own_options():
@@ -141,9 +154,9 @@ def test_a_shell_completes_options():
 @pytest.mark.parametrize(
     ("arguments", "numbers", "slots"),
     [
-        ("--min-np 2", (2, None, 256), {"localhost": 2}),
-        ("--max-np 3", (1, None, 3), {"localhost": 3}),
-        ("--max-np 3 -np 2", (2, 2, 3), {"localhost": 3}),
+        ("--min-num-proc 2", (2, None, 256), {"localhost": 2}),
+        ("--max-num-proc 3", (1, None, 3), {"localhost": 3}),
+        ("--max-np 3 -n 2", (2, 2, 3), {"localhost": 3}),
         ("--min-np 1 -H localhost,127.0.0.2:1 --slots 3", (1, None, 256), {"localhost": 3, "127.0.0.2": 1}),
         ("--min-np 1 --hostfile hosts", (1, None, 256), {"localhost": 2}),
     ],
@@ -174,6 +187,15 @@ def test_all_other_options_of_an_elastic_job(monkeypatch, tmp_path):
     defaults = plan("--min-np", "1", "true").settings
     assert (defaults.reset_limit, defaults.elastic_timeout_s, defaults.start_timeout_s) == (None, 600.0, 30.0)
     assert (defaults.cooldown, defaults.job == settings.job) == ((10.0, 300.0), False)
+
+
+def test_times_of_the_environment(setting):
+    """Those of the options come before them."""
+    names = ("ELASTIC_TIMEOUT", "START_TIMEOUT", "TIMEOUT", "SURVIVOR_TIME", "EXIT_TIMEOUT", "KILL_GRACE", "LEASE")
+    setting(**{f"KVHVD_{name}": str(seconds) for seconds, name in enumerate(names, 11)})
+    for options, first in (([], 11), (["--elastic-timeout", "3"], 3)):
+        settings = plan("--min-np", "1", *options, "true").settings
+        assert [getattr(settings, f"{name.lower()}_s") for name in names] == [first, *range(12, 18)]
 
 
 def test_options_of_a_file(config_file, monkeypatch, tmp_path):
@@ -213,6 +235,8 @@ def test_whose_output_passes_through_the_launcher():
         ("-np 2", 1),
         ("-np 1 --timestamps", 1),
         ("-np 1 --ranks 0", 1),
+        ("-np 1 --output-filename o", 1),
+        ("-np 1 -H elsewhere --rsh-command env", 1),
         ("--min-np 1", 1),
     ):
         assert plan(*words.split(), "true").capture is bool(passes), words
@@ -227,12 +251,19 @@ def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
     assert plan("-np", "1", "true").environment["HOROVOD_TIMELINE"] == "other.json"
     made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
     assert made.environment["HOROVOD_TIMELINE"] == "DYNAMIC"
+    monkeypatch.setenv("KVHVD_CHECKPOINT", "mine")  # so is this one
+    assert plan("-np", "1", "true").environment["KVHVD_CHECKPOINT"] == str(tmp_path / "mine")
+    environ = plan("-np", "1", "--checkpoint", "c", "--checkpoint-every", "5", "true").environment
+    assert (environ["KVHVD_CHECKPOINT"], environ["KVHVD_CHECKPOINT_EVERY"]) == (str(tmp_path / "c"), "5")
 
 
 def test_variables_of_the_workers(monkeypatch):
     # As inside a worker of mpirun; none of it is true for our workers.
-    for name in ("PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "OMPI_MCA_orte_hnp_uri"):
+    foreign = ["PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "OMPI_MCA_orte_hnp_uri", "MPI_LOCALRANKID"]
+    foreign += ["HYDI_CONTROL_FD", "KVHVD_DAEMON", "KVHVD_WORKER", "KVHVD_HOSTS"]  # the last ones of another kvhvdrun
+    for name in foreign:
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PYTHONUNBUFFERED", "")  # a choice of the user's, too
     monkeypatch.setenv("OMPI_MCA_btl", "^ofi")  # a choice of the user's
     made = plan("-np", "3", "--start-timeout", "7", "true")
     environs = [
@@ -243,7 +274,7 @@ def test_variables_of_the_workers(monkeypatch):
     for rank, environ in enumerate(environs):
         places = {"KVHVD_RANK": str(rank), "KVHVD_LOCAL_RANK": str(rank), "KVHVD_SLOT": f"localhost:{rank}"}
         assert {**common, **places}.items() <= environ.items()
-        assert not [n for n in environ if n.startswith(("PMI_", "PMIX_", "OMPI_COMM_WORLD", "OMPI_MCA_orte"))]
+        assert (environ["PYTHONUNBUFFERED"], [name for name in foreign if name in environ]) == ("", [])
 
 
 def test_shares_of_cores():
@@ -251,7 +282,7 @@ def test_shares_of_cores():
         assert [share_of_cores(cores, rank, len(shares)) for rank in range(len(shares))] == shares
 
 
-def test_hosts_that_are_this_one(config_file):
+def test_hosts_that_are_this_one(config_file, monkeypatch):
     for host in ("localhost", "127.0.0.1", socket.gethostname()):
         assert plan("-H", f"{host}:3", "true").settings.max_np == 3
         assert plan("-np", "1", "-H", f"{host}:3", "true").settings.max_np == 1
@@ -260,6 +291,9 @@ def test_hosts_that_are_this_one(config_file):
     for text, fact in (("", "names no host"), ("localhost slots=2\nlocalhost:1\n", "named twice")):
         with pytest.raises(LaunchError, match=fact):
             plan("--hostfile", config_file(text), "true")
+    monkeypatch.setattr(socket, "gethostname", lambda: "Box7.example")
+    names = ("box7", "BOX7.Example", "127.8.9.1", "::1", "box7.other", "example", "198.51.100.9")
+    assert list(map(is_here, names)) == [True] * 4 + [False] * 3
 
 
 def test_names_with_an_address_of_this_host(monkeypatch):
@@ -293,6 +327,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     assert shell_command(["/bin/ssh", "-v"], "node1", ["true"]) == ["/bin/ssh", "-v", "--", "node1", "true"]
     assert shell_command(["srun", "-w", "{host}"], "node1", ["true"]) == ["srun", "-w", "node1", "true"]
     given = dict.fromkeys(("PATH", "KVHVD_RANK", "USERS", "HOME", "SSH_AUTH_SOCK", "TMPDIR", "XDG_RUNTIME_DIR"), "")
+    given |= dict.fromkeys(("SLURM_STEP_NUM_TASKS", "PWD", "HOSTNAME", "BASH_FUNC_x%%"), "")
     assert list(travelling(given, ["TMPDIR"])) == ["PATH", "KVHVD_RANK", "USERS", "TMPDIR"]
     for text, fault in [("no-such-shell -x", "is not there"), ("", "is not there"), ("ssh 'x", "No closing quotation")]:
         assert command.main(["-np", "1", "-H", "node1", "--rsh-command", text, "true"]) == 2
@@ -306,6 +341,9 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert command.main(["-H", "node1:2", "true"]) == 2
     assert "node1: other hosts than this one, and there is no ssh" in capfd.readouterr().err
+    told = []
+    assert command.main(["-H", "node1:2", "--rsh-command", "env", "true"], lambda *words: told.extend(words)) == 2
+    assert (told[0], "'node1' is another host, and run() starts workers on this" in told[1]) == ("refused", True)
 
 
 def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
@@ -329,6 +367,8 @@ def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
     words = shell_command(made.shell, "a1", ["python", "/a folder"])
     assert words[-3:] == ["--nodelist=a1", "python", "/a folder"]  # there is no shell at the other end
     assert plan("-np", "7", "-H", "localhost:8", "/bin/true").shell == []
+    assert plan("--rsh-command", "/usr/bin/env", "/bin/true").shell == ["/usr/bin/env"]
+    assert command._plan(command._options(["-np", "2", "/bin/true"]), print).hosts == {"localhost": 2}  # of run()
     assert command.main(["-np", "5", "/bin/true"]) == 2
     assert "hosts have 4 slots.\n  Fix: give more slots, as in sbatch --ntasks-per-node=N." in capfd.readouterr().err
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # each of them starts a job of its own

@@ -147,7 +147,7 @@ def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(pipe):
     for number in range(500):
         output.log("many", {"number": number, "text": "x" * 2500})
     output.step()
-    assert output.pending
+    assert (output.pending, output.held_up) == (True, False)  # workers do not wait for it
     data = written(output, lambda: read_now(reader))  # it reads again
     assert output.take_lost() == []
     assert [json.loads(line)["number"] for line in data.splitlines()] == list(range(500))
@@ -197,6 +197,8 @@ def test_files_of_ranks_whether_they_are_shown_or_not(capfd, tmp_path):
         output.add(rank, b"")
         output.feed(rank, 2, b"of %d\ntw" % rank)
         output.feed(rank, 2, b"")
+    output.feed(0, 1, b"x" * 300_000 + b"\n")
+    assert output.held_up
     written(output)
     assert capfd.readouterr().err.rstrip() == "of 1\ntw"
     assert [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)] == ["of 0\ntw", "of 1\ntw"]
@@ -237,6 +239,11 @@ def test_the_line_is_shown_once_cut_to_the_terminal_and_gives_way(screen):
     for shown in ("\r\x1b[K", ""):
         output.show("")
         assert seen() == shown
+    output._timestamps = True
+    output.add(0, b"[0] ")
+    output.feed(0, 2, b"one\n")
+    output.say("two")
+    assert re.fullmatch(r"(\d{4}-\d\d-\d\d [\d:.]{12} (\[0\] one|kvhvdrun: two)\n){2}", seen())
 
 
 def test_a_prompt_is_shown_after_a_moment(screen, monkeypatch):

@@ -37,8 +37,9 @@ def test_every_name_is_on_its_page():
     comments = re.findall(r"    # (.+)\n    (\w+): .* = _knob\(", (ROOT / "kvstore_hvd" / "config.py").read_text())
     descriptions = {name: text for text, name in comments} | config.HELP
     assert descriptions.keys() == config.KNOBS.keys()
-    rows = [(f"| {' or '.join(f'`{v}`' for v in k.variables)} |", descriptions[n]) for n, k in config.KNOBS.items()]
-    missing = [row for row in rows if row[0] not in texts or row[1] not in texts]
+    defaults = {n: "" if k.default in (None, (), b"") else config._shown(k.default) for n, k in config.KNOBS.items()}
+    knobs = ((" or ".join(f"`{v}`" for v in k.variables), n) for n, k in config.KNOBS.items())
+    missing = [row for names, n in knobs if (row := f"| {names} | {defaults[n]} | {descriptions[n]}") not in texts]
     kinds = [name for name in errors.__all__ if isinstance(getattr(errors, name), type) and name != "KVHvdError"]
     missing += [name for name in (*kinds, *config.known_variables()) if f"`{name}`" not in texts]
     missing += [name for name in (*numpy_shim._NAMES, *numpy_shim._FINANCIAL) if f"`{name}`" not in shim]
