@@ -7,6 +7,7 @@ import signal
 import struct
 import subprocess
 import termios
+import time
 from pathlib import Path
 
 import pytest
@@ -169,12 +170,14 @@ def test_what_was_started_before_kvhvdrun_goes_on():
     os.kill(int(done.stdout), signal.SIGTERM)  # raises when it is gone
 
 
-def test_a_launcher_that_is_stopped_and_continued_goes_on(start):
-    """Ctrl-Z and fg: the workers are stopped with it."""
-    job = start("-np 2", "say(f'{os.getpid()}\\n'); wait_for('go')").until_printed("\n", 2)
+@pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
+def test_a_launcher_that_is_stopped_and_continued_goes_on(start, options):
+    """Ctrl-Z and fg: the workers are stopped with it, in an elastic job for longer than the launcher may be silent."""
+    job = start(options, "say(f'{os.getpid()}\\n'); wait_for('go')", KVHVD_LEASE="2").until_printed("\n", 2)
     pids = [job.process.pid, *(int(line.split()[-1]) for line in job.out.splitlines())]
     job.process.send_signal(signal.SIGTSTP)
     job.until(lambda: [status_of(pid)[0] for pid in pids] == ["T"] * 3, "three stopped processes")
+    time.sleep(3.0 if "--min" in options else 0.0)
     job.process.send_signal(signal.SIGCONT)
     assert job.go().end().err == ""
 

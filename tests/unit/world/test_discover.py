@@ -102,6 +102,8 @@ def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch):
         return horovod_variables.of_worker("localhost", horovod_variables.Ranks(rank, size, rank, size))
 
     assert discover(monkeypatch, horovods(1, 4)).topology.source == "single"
+    with pytest.raises(LaunchError, match="Horovod's launcher started 4 workers"):
+        discover(monkeypatch, {**horovods(1, 4), "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"})
     assert discover(monkeypatch, {"KVHVD_JOB": "job", "HOROVOD_SIZE": "4"}).topology.source == "single"
     for others in (horovods(1, 3), horovods(5, 7)):  # another one's do not count
         topology = discover(monkeypatch, {**LAUNCHED, **others}).topology
