@@ -32,9 +32,6 @@ mx = pytest.importorskip("mxnet")
 def test_broadcast_object(rank, size):
     """Local functions through cloudpickle; random programs have other objects, roots and errors."""
     assert hvd.broadcast_object(lambda x: x + rank, size - 1)(1) == size
-    for wrong in (size, -1, True, None, "0"):
-        with pytest.raises(ValueError, match=f"there is no rank {wrong!r}"):
-            hvd.broadcast_object(1, wrong)
 
 
 @pytest.mark.parametrize("form", [dict, list])
@@ -102,6 +99,11 @@ def test_broadcast_parameters_refuses(rank, size):
         assert_same_bits(value, before)
     hvd.broadcast_parameters({})
     assert hvd.broadcast_object(rank) == 0
+    if size > 1:
+        differs = mx.nd.ones(2 + (rank == 0))
+        hvd.broadcast_parameters({"w": differs}, prefix="net.")
+        with pytest.raises(kvstore_hvd.MismatchError, match=r"broadcast 'net\.w': ranks disagree on shape"):
+            differs.wait_to_read()
 
 
 @pytest.mark.parametrize("how", ["broadcast", "file", "state"])
@@ -155,7 +157,7 @@ EXCHANGES = ["Trainer", "compressing Trainer", "optimizer"]
         ("another number", 0.9, "Trainer"),
     ],
 )
-def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_path):
+def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_path, caplog):
     """States or counts that one worker has loaded, and no other: the first step says so on all, with a fix."""
 
     # `broadcast_parameters` takes them to the others by itself, if these have made their Trainers.
@@ -187,6 +189,8 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_p
         trainer.load_states(str(tmp_path / "states"))
     if loads.startswith("before"):
         hvd.broadcast_parameters(parameters(net), size - 1)
+        text = f"the workers' Trainers differ: the states of their optimizers become those of rank {size - 1}, too."
+        assert (text in caplog.messages) is (loads == "before parameters" and size > 1)
     if loads == "broadcast":
         hvd.broadcast_trainer_states(trainer, size - 1)
     if loads in ("one", "another number", "before Trainers") and size > 1:
@@ -210,10 +214,11 @@ def test_states_that_cannot_be_saved(rank, size):
         if rank == failing:
 
             def fail(path):
-                raise OSError("disk full")
+                raise OSError(f"rank {rank} could not write: disk full")
 
             trainer.save_states = fail
-        with pytest.raises(OSError if rank == failing else kvstore_hvd.InvalidRequestError):
+        error = OSError if rank == failing else kvstore_hvd.InvalidRequestError
+        with pytest.raises(error, match=f"rank {failing} could not write"):
             hvd.broadcast_trainer_states(trainer, 0)
         trainer.save_states = save
         hvd.broadcast_trainer_states(trainer, 0)

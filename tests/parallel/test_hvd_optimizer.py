@@ -117,6 +117,9 @@ def test_a_distributed_optimizer_is_unwrapped(rank, size):
         trainer = hvd.DistributedTrainer(mlp().collect_params(), wrapped)
     assert trainer.optimizer is inner
     assert trainer._scale == 0.25 / size
+    wrapped = hvd.DistributedOptimizer(mx.optimizer.SGD(momentum=0.9, multi_precision=True))
+    state = wrapped.create_state_multi_precision(0, mx.nd.ones(2, dtype="float16"))
+    assert sorted(dtype_name(each) for each in state) == ["float32"] * 2
 
 
 @pytest.mark.parametrize("method", ["update", "update_multi_precision"])
@@ -137,7 +140,9 @@ def test_refusals(rank, size):
     for options in (
         {"gradient_predivide_factor": 0},
         {"gradient_predivide_factor": "a"},
+        {"gradient_predivide_factor": True},
         {"num_groups": -1},
+        {"num_groups": 1.5},
         {"prefix": 3},
     ):
         with pytest.raises(ValueError, match="DistributedTrainer"):
@@ -171,7 +176,7 @@ def test_trainer(rank, size, fresh_log, caplog, store, devices):
     net = mlp(seed=5 + (rank if is_ours else 0), contexts=[mx.cpu(d) for d in range(devices)])
     for _ in range(2):  # the second one says nothing
         trainer = wrapping(net, mx.kv.create("horovod") if store == "instance" else store)
-    assert caplog.text.count(TOLD) == is_ours
+    assert caplog.text.count(f"{TOLD}. Only the initial parameters are broadcast.") == is_ours
     trainer._init_kvstore()
     trainer._init_params()  # which the first step does, too, but that has a gradient of the worker's own parameters
     step(net, trainer, rank, range(3), devices)

@@ -41,7 +41,10 @@ def test_sets_without_a_world_know_their_ranks():
     assert hvd.ProcessSet([2, 0]) == hvd.ProcessSet([0, 2])
     assert hvd.ProcessSet([2, 0]).ranks == [0, 2]
     assert hvd.ProcessSet([0]) != hvd.ProcessSet([1])
+    assert {hvd.ProcessSet([2, 0])} == {hvd.ProcessSet([0, 2])}
     new = hvd.ProcessSet([0, 1])
+    new.ranks.append(7)
+    assert new.ranks == [0, 1]
     assert (new.process_set_id, new.size(), new.rank(), new.included()) == (None, None, None, None)
     for wrong in (3, "01", [0, 0], [None], [1.5]):
         with pytest.raises(ValueError, match="ProcessSet: "):
@@ -62,7 +65,7 @@ def test_disjoint_sets(dynamic, rank, size):
     for _ in range(3):
         assert hvd.allreduce(x, op=hvd.Sum, process_set=mine, name="x").asnumpy().tolist() == [sum(mine.ranks)] * 7
     assert hvd.broadcast(x, mine.ranks[-1], process_set=mine).asnumpy()[0] == mine.ranks[-1]
-    with pytest.raises(ValueError, match=r"there is no rank .* in ProcessSet"):
+    with pytest.raises(ValueError, match=rf"there is no rank .* in ProcessSet(.|\n)*\b{mine.ranks[-1]}\.$"):
         hvd.broadcast(x, other.ranks[0], process_set=mine)
 
 
@@ -155,6 +158,13 @@ def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
             hvd.reducescatter(x, name="parts", process_set=few)
         with pytest.raises(ValueError, match=f"{who}alltoall 'all': "):
             hvd.alltoall(x, mx.nd.array([5, 5]), name="all", process_set=few)
+        roots = rf"'object': ranks disagree on the root.\n  root 0: rank 0\n  root {size - 1}: rank {size - 1}\n"
+        with pytest.raises(kvstore_hvd.MismatchError, match=roots):
+            hvd.broadcast_object(1, rank, name="object", process_set=few)
+        hvd.allreduce(x, name="unread", process_set=few)
+    with pytest.raises(kvstore_hvd.MismatchError, match="'unread'") if few.included() else contextlib.nullcontext():
+        hvd.remove_process_set(few)
+    assert few.process_set_id is None
     hvd.barrier()
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd.store import kvstore, operations, usage
+from kvstore_hvd.store import arrays, kvstore, operations, usage
 from kvstore_hvd.store.operations import Operations
 from kvstore_hvd.world.member import Member
 from support.arrays import assert_same_bits, make
@@ -18,6 +18,10 @@ mx = pytest.importorskip("mxnet")
 
 def test_values_of_several_gpus_are_one_array_of_the_worker(kv, kind, rank, size, monkeypatch):
     """What takes place on a GPU takes one array of each worker; here the CPU stands in for the first GPU."""
+    monkeypatch.setattr(arrays, "_is_on_cpu", lambda array: False)  # MXNet sums there, and rounds halves once
+    halves = [make(kind, np.full(2, value, "float16")) for value in (2048, 1, 1)]
+    total = arrays.local_sum(halves)
+    assert (type(total), total.dtype, total.asnumpy().tolist()) == (type(halves[0]), np.float16, [2050] * 2)
     given, submit = [], Operations._submit
     monkeypatch.setattr(operations, "gpu_of", lambda world, context: mx.cpu(0))
     monkeypatch.setattr(Member, "start_device", lambda self, device: None)
@@ -98,6 +102,11 @@ def test_push_then_pull(kv, kind, rank, size):
         kv.pull(3, out=outs, priority=-3, ignore_sparse=False)
     assert [out.asnumpy().tolist() for out in outs] == [[size * (size + 1.0)] * 2] * 2
     assert values[0].asnumpy().tolist() == [rank + 1.0] * 2
+    with kv._without([5]):  # as gradients that are stale on all workers
+        kv.push(5, values)
+        kv.pull(5, out=outs)
+    with pytest.raises(ValueError, match=r"nothing was pushed under this key\.\n  Fix: call push"):
+        kv.pull(5, out=outs)
 
 
 def test_who_takes_part(kv, world):
@@ -111,12 +120,16 @@ def test_who_takes_part(kv, world):
     assert x.asnumpy().tolist() == [kv.num_workers] * 2
 
 
-def test_what_a_store_without_servers_does_not_do(kv, tmp_path):
+def test_what_a_store_without_servers_does_not_do(kv, tmp_path, fresh_log, caplog):
     """set_optimizer, save and load of optimizer states: no-ops; is_capable is False on class and instance."""
     kv.set_optimizer(mx.optimizer.create("sgd"))
     kv.save_optimizer_states(str(tmp_path / "states"), dump_optimizer=True)
     kv.load_optimizer_states(str(tmp_path / "states"))
     assert not (tmp_path / "states").exists()
+    told = [each.split("()")[0] for each in dict.fromkeys(caplog.messages)]
+    assert told == ["set_optimizer", "save_optimizer_states", "load_optimizer_states"]
+    with pytest.raises(NotImplementedError, match="their gradients may be row_sparse"):
+        kv.row_sparse_pull(3, mx.nd.ones(2), row_ids=mx.nd.ones(1))
     assert not kv.is_capable("optimizer")
     assert not type(kv).is_capable(mx.kv.KVStoreBase.OPTIMIZER)
     assert not kv.is_capable("anything")

@@ -16,10 +16,11 @@ def test_arrays(rank, size, shape):
     before = mine.copy()
     result = kvstore_hvd.allreduce(mine, name="x")
     assert_same_bits(result, np.asarray(expected_sum(size, shape, "float32"), "float32"))
-    of_last = kvstore_hvd.broadcast(mine, size - 1, "y")
+    of_last = kvstore_hvd.broadcast(mine, np.int64(size - 1), "y")
     assert_same_bits(of_last, np.asarray(contribution(size - 1, shape, "float32"), "float32"))
     assert_same_bits(mine, before)
-    assert kvstore_hvd.allreduce(mine, name="x", out=mine) is mine
+    same = mine.view()
+    assert kvstore_hvd.allreduce(mine, name="x", out=same) is same
     assert_same_bits(mine, result)
     assert kvstore_hvd.broadcast(mine, 0, name="y", out=mine) is mine
     x = np.full(5, 6 * (rank + 1), "int32")
@@ -45,6 +46,7 @@ def test_wrong_calls(world):
         (lambda: kvstore_hvd.allreduce(ones, "x", out=np.ones(2, "int64")), InvalidRequestError),
         (lambda: kvstore_hvd.allreduce(ones, "x", out=np.frombuffer(bytes(16))), InvalidRequestError),
         (lambda: kvstore_hvd.broadcast(ones, 99, "x"), InvalidRequestError),
+        (lambda: kvstore_hvd.broadcast(ones, -1, "x"), InvalidRequestError),
         (lambda: kvstore_hvd.broadcast(ones, True, "x"), InvalidRequestError),
         (lambda: kvstore_hvd.allreduce((x := np.ones(5))[:-1], "x", out=x[1:]), InvalidRequestError),
     ):

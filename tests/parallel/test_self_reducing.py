@@ -2,10 +2,13 @@
 
 import contextlib
 
+import numpy as np
 import pytest
 
+import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import UnsynchronisedTrainerError
+from kvstore_hvd.mxnet_compat import exchangers
 from support.gluon import assert_trained, backward, batch_of, mlp, parameters, train, trained_alone
 
 mx = pytest.importorskip("mxnet")
@@ -59,6 +62,16 @@ def test_they_train_as_one_worker(rank, size, caplog, by, kvstore):
             trainer.update(4)
     assert caplog.records == []
     assert_trained(net, trained_alone(([batch_of(step, r) for r in range(size)] for step in range(STEPS)), **RATE))
+
+
+def test_what_counts_as_an_exchange(rank, size, kv, monkeypatch):
+    x, n = mx.nd.ones(2), np.ones(2)
+    reductions = lambda: kv.pushpull(3, x), lambda: hvd.allgather_object(1), lambda: kvstore_hvd.allreduce(n, "n")
+    broadcasts = lambda: kv.broadcast(3, x), lambda: hvd.broadcast_object(1), lambda: kvstore_hvd.broadcast(n, 0, "n")
+    for call in (*broadcasts, *reductions):
+        monkeypatch.setattr(exchangers._Collectives, "counts", counts := exchangers._Counts())
+        call()
+        assert counts == exchangers._Counts(call in broadcasts, call in reductions)
 
 
 def test_who_exchanges_nothing_is_refused(rank, size):

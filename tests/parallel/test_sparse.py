@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError
+from kvstore_hvd.errors import InvalidRequestError, MismatchError, UnsupportedDtypeError
 from kvstore_hvd.join import Join
+from kvstore_hvd.store import sparse as store_sparse
 from support.arrays import assert_same_bits, sum_of_ranks
 from support.gluon import assert_alike, is_mxnet_2
 
@@ -76,7 +77,9 @@ def test_rows_have_the_bits_of_dense_sums(rank, size, dtype):
     for op in (hvd.Sum, hvd.Average):
         mine, factors = sparse(ids, rows, dtype), {"prescale_factor": 0.3, "postscale_factor": 1.7}
         dense = hvd.allreduce(mine.tostype("default"), op=op, **factors)
-        assert_same_bits(hvd.allreduce(mine, op=op, **factors).asnumpy(), dense.asnumpy())
+        there = hvd.allreduce(mine.copyto(mx.cpu(1)), op=op, **factors)
+        assert there.ctx == mx.cpu(1)
+        assert_same_bits(there.asnumpy(), dense.asnumpy())
         assert hvd.allreduce_(mine, op=op, **factors) is mine
         assert_same_bits(mine.asnumpy(), dense.asnumpy())
 
@@ -105,6 +108,10 @@ def test_grouped(kv, rank, size):
     with pytest.raises(InvalidRequestError, match="group of its own"):
         hvd.grouped_allreduce([mine[0], mx.nd.ones((2,))])
     two = [sparse([rank], np.ones((1, WIDTH))), sparse([11], np.ones((1, WIDTH)))]  # of two devices
+    halves = [sparse([4], np.full((1, WIDTH), value), "float16") for value in (2048, 1, 1)]  # rounded once
+    dense = [each.tostype("default") for each in halves]
+    kv.pushpull(["sparse", "dense"], [halves, dense])
+    assert_same_bits(halves[2].asnumpy(), dense[0].asnumpy())
     dense = mx.nd.ones((2,))
     kv.pushpull([1, 2, 3], [two, [dense], [mine[0]]])
     for each in two:
@@ -129,18 +136,36 @@ def test_wrong_arguments(kv, rank):
     for make in (hvd.DistributedOptimizer, lambda optimizer, **how: hvd.DistributedTrainer({}, optimizer, **how)):
         with pytest.raises(InvalidRequestError, match="sparse_as_dense"):
             make(mx.optimizer.create("sgd"), sparse_as_dense="yes")
+    x.attach_grad()
+    with mx.autograd.record(), pytest.raises(InvalidRequestError, match="row_sparse arrays have no gradient here"):
+        hvd.allreduce(x)
 
 
-def test_indices_beyond_the_array(kv, rank, size):
-    """What one worker cannot exchange is an error on all."""
-    x = contribution(rank, "equal")
+@pytest.mark.parametrize("index", [ROWS, -1])
+def test_indices_beyond_the_array(kv, rank, size, index):
+    """What one worker cannot exchange is an error on all, also for its group; other keys of a store are summed."""
+    x, y = contribution(rank, "equal"), contribution(rank, "equal")
     if rank == 0:
-        x = mx.nd.sparse.row_sparse_array((np.ones((1, WIDTH)), [ROWS + 3]), shape=(ROWS, WIDTH))
-    with pytest.raises(InvalidRequestError, match="indices" if rank == 0 else "refused"):
-        kv.pushpull(9, x)
-    y = contribution(rank, "equal")
-    kv.pushpull(9, y)
-    assert_sum(y, size, "equal", "float32")
+        x = sparse([index], np.ones((1, WIDTH)))
+    refused = pytest.raises(InvalidRequestError, match=f"from {index} to {index}" if rank == 0 else "rank 0 refused")
+    with refused:
+        hvd.grouped_allreduce_([y, x])
+    with refused:
+        kv.pushpull([9, 10], [x, y])
+    assert_sum(y, size, "equal", "float32")  # once
+
+
+@pytest.mark.needs(2)
+def test_workers_that_differ(kv, rank, size):
+    last, x = rank == size - 1, contribution(rank, "equal")
+    kv.set_gradient_compression({"type": "fp16" if last else "none"})
+    of_last = rf"disagree on {{}}(.|\n)* {{}}: rank {size - 1}\n"
+    with pytest.raises(MismatchError, match=of_last.format("compression", "fp16")):
+        kv.pushpull(1, x)
+    with pytest.raises(MismatchError, match=of_last.format("prescale_factor", r"2\.0")):
+        hvd.allreduce(x, name="x", prescale_factor=1.0 + last)
+    with pytest.raises(MismatchError, match=None if last else "array is row_sparse, and not all others' are"):
+        hvd.allreduce(x.tostype("default") if last else x, name="x").wait_to_read()
 
 
 @pytest.mark.needs(2)
@@ -182,9 +207,12 @@ def train(trainer_of, sparse_grad, ranks, batch, steps=STEPS, around=contextlib.
 
 
 @in_gluon
-@pytest.mark.parametrize(("kind", "as_dense"), [("trainer", None), ("trainer", True), ("optimizer", False)])
-def test_training(rank, size, kind, as_dense):
+@pytest.mark.parametrize("as_dense", [None, True, False])
+@pytest.mark.parametrize("kind", ["trainer", "optimizer"])
+def test_training(rank, size, kind, as_dense, monkeypatch):
     batch, how = (BATCH * size, {}) if as_dense is None else (BATCH, {"sparse_as_dense": as_dense})
+    if as_dense:
+        monkeypatch.setattr(store_sparse, "pushpull", None)  # which waits
 
     def trainer_of(params):
         if as_dense is None:

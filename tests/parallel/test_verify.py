@@ -86,15 +86,16 @@ def test_parameters_that_only_some_workers_have_initialised(rank, size):
 def test_an_array_that_cannot_be_read_is_an_error_everywhere(rank, size):
     """The worker whose computation failed raises that error; the others do not wait for it."""
     good = mx.nd.ones(3)
-    bad = mx.nd.ones(3)
-    if rank == 1:
-        # Sampling with a negative scale fails when it is executed.
-        bad = mx.nd.random.normal(0, -1, shape=(3,)) if not is_mxnet_2() else mx.np.random.normal(0, -1, size=(3,))
-        with pytest.raises(Exception, match=r"(?i)scale|positive"):
-            kvstore_hvd.verify([good, bad])
-    else:
-        text = diverged(lambda: kvstore_hvd.verify([good, bad]))
-        assert "  could not be read: rank 1" in text.splitlines()
+    for failing in ([1], range(size)):
+        if rank in failing:
+            # Sampling with a negative scale fails when it is executed.
+            bad = mx.nd.random.normal(0, -1, shape=(3,)) if not is_mxnet_2() else mx.np.random.normal(0, -1, size=(3,))
+            with pytest.raises(Exception, match=r"(?i)scale|positive"):
+                kvstore_hvd.verify([good, bad])
+        else:
+            text = diverged(lambda: kvstore_hvd.verify([good, good]))
+            assert text.startswith(f"[rank {rank}/{size}] verify 'array' (index 1): the workers' parameters differ. H")
+            assert "  could not be read: rank 1" in text.splitlines()
 
 
 def test_different_numbers_of_parameters_are_a_mismatch(rank, size):

@@ -45,18 +45,19 @@ def test_each_names_its_part(parts):
 
 
 @pytest.mark.parametrize(
-    "said",
+    ("said", "details"),
     [
-        [ranks(0, 1), ranks(0, 1), ranks(2, 3), ranks(2, 3)],  # by ranks
-        [part(0, 1), part(0, 1), part(2, 3), ranks(2, 3)],
-        [part(0, 1), part(0, 1), part(2), part()],  # whose is the last one?
-        [part(0, 1), part(), part(0, 1), part()],  # a member that says nothing
-        [ranks(0, 9), ranks(0), ranks(0), ranks(0)],
+        ([ranks(0, 1), ranks(0, 1), ranks(2, 3), ranks(2, 3)], "[0, 1]: ranks 0-1    [2, 3]: ranks 2-3"),  # by ranks
+        ([part(0, 1), part(0, 1), part(2, 3), ranks(2, 3)], "[0, 1]: ranks 0-1    [2, 3]: ranks 2-3"),
+        ([part(0, 1), part(0, 1), part(2), part()], "[2]: rank 2    no ranks: rank 3"),  # whose is the last one?
+        ([part(0, 1), part(), part(0, 1), part()], "[0, 1]: ranks 0, 2    no ranks: ranks 1, 3"),  # of a member
+        ([ranks(0, 9), ranks(0), ranks(0), ranks(0)], "[0, 9]: rank 0    [0]: ranks 1-3"),
     ],
 )
-def test_what_is_neither(said):
-    with pytest.raises(MismatchError, match="init: the workers name different process sets"):
+def test_what_is_neither(said, details):
+    with pytest.raises(MismatchError, match="init: the workers name different process sets") as caught:
         judged(*said)
+    assert details in str(caught.value).replace("\n", "  ")
 
 
 @pytest.mark.parametrize(("named", "foreign"), [((0, 4), 4), ((-1, 2), -1)])

@@ -7,7 +7,7 @@ import pytest
 from kvstore_hvd import errors, log, mxnet_compat
 from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import exchangers
-from support.fake_store import V2, mx, network, step, trainer_of
+from support.fake_store import V2, Fake, mx, network, step, trainer_of
 from support.gluon import weights
 
 
@@ -27,7 +27,7 @@ def said(monkeypatch, caplog):
     return caplog
 
 
-@pytest.mark.parametrize(("kvstore", "devices", "by"), [("device", 1, "step"), ("local", 2, "update")])
+@pytest.mark.parametrize(("kvstore", "devices", "by"), [("device", 1, "step"), (mx.kv.create("local"), 2, "update")])
 def test_a_trainer_that_trains_alone_raises(world, kvstore, devices, by):
     """In its third update; collectives before it was made do not count."""
     world.size = 4
@@ -41,17 +41,20 @@ def test_a_trainer_that_trains_alone_raises(world, kvstore, devices, by):
         with pytest.raises(errors.UnsynchronisedTrainerError) as caught:
             step(net, trainer, by)
         # What was asked for: with one device MXNet creates no store for either name.
-        assert str(caught.value) == refused(f"Trainer has kvstore '{kvstore}'")
+        assert str(caught.value) == refused(f"Trainer has kvstore '{getattr(kvstore, 'type', kvstore)}'")
     assert [each.tobytes() for each in weights(net)] == before
 
 
 def test_without_a_store_it_warns_once(world, said):
     world.size = 4
     net = network()
-    for trainer in (trainer_of(net, None), trainer_of(net, None)):
+    counts, quiet = mxnet_compat.collectives.counts, True
+    counts.broadcasts += 1  # local SGD begins with one, and is not warned of
+    for trainer in [trainer_of(net, None) for _ in range(3)]:
         for number in range(1, 6):
             step(net, trainer)
-            assert len(said.messages) == (number >= 3 or len(said.messages) > 0)
+            assert len(said.messages) == (not quiet and (number >= 3 or len(said.messages) > 0))
+        counts.broadcasts, quiet = 0, False
     assert said.messages[0] == (
         "Trainer has no kvstore, and nothing was exchanged by its third update: each of the 4 workers trains a model of"
         " its own. If that is not on purpose, pass kvstore='horovod'."
@@ -74,12 +77,24 @@ def test_broadcasts_only(world, said):
 
 @pytest.mark.parametrize("size", [None, 1, 4])
 def test_alone_is_fine_without_others_and_on_request(world, monkeypatch, size):
+    """Until others come."""
     world.size = size
     if size == 4:
         monkeypatch.setenv("KVHVD_ALLOW_LOCAL_TRAINER", "1")
         reload()
     net = network()
     trainer = trainer_of(net, "device")
+    for _ in range(4):
+        step(net, trainer)
+    world.size = 4
+    for last in (False, False, size != 4):
+        with pytest.raises(errors.UnsynchronisedTrainerError) if last else contextlib.nullcontext():
+            step(net, trainer)
+
+
+def test_a_store_of_somebody_else_may_exchange(world):
+    world.size, net = 4, network()
+    trainer = trainer_of(net, type("Theirs", (mx.kvstore.KVStoreBase,), dict(vars(Fake)))(), update_on_kvstore=False)
     for _ in range(4):
         step(net, trainer)
 
@@ -117,3 +132,6 @@ if not V2:
         model = mx.model.FeedForward(symbol, num_epoch=1)
         with pytest.raises(errors.UnsupportedMethodError, match=r"Fix: use mx\.mod\.Module"):
             model.fit(batches, kvstore=kvstore)
+        with pytest.raises(errors.UnsupportedMethodError):
+            model.fit(batches, None, None, "acc", None, None, kvstore)
+        model.fit(batches, kvstore=None)  # an independent training

@@ -7,7 +7,8 @@ import pytest
 
 from kvstore_hvd.errors import InputFailedError, InvalidRequestError, UnsupportedDtypeError
 from kvstore_hvd.store import operations
-from kvstore_hvd.store.keys import Call, group_arguments, priority_of, wire_name
+from kvstore_hvd.store.compression import signs_of
+from kvstore_hvd.store.keys import Call, Group, group_arguments, priority_of, wire_name
 from kvstore_hvd.world.topology import Host, Topology
 from support.fake_native import fake_world
 
@@ -47,12 +48,18 @@ def test_forms(given, expected):
         ((True, A), TypeError, r": True \(bool\) is no key: keys are int or str\.\n  Fix: use an int or a str"),
         ((np.int64(3), A), TypeError, r": .*\(numpy\.int64\) is no key: keys are int or str\.\n  Fix: use int\(key\)"),
         (([3, "w"], [A, B]), TypeError, r": int and str keys are mixed: \[3, 'w'\]\.\n  Fix: use one kind of key\."),
-        (("w", [[A]]), TypeError, r" 'w': value is a list, which is not an array of MXNet\.\n  Fix: "),
+        ((3.0, A), TypeError, r": 3\.0 \(float\) is no key: keys are int or str\.\n  Fix: use 3 or '3'\."),
+        (
+            ("w", [[A]]),
+            TypeError,
+            r" 'w': value is a list, which is not an array of MXNet\.\n  Fix: nest lists at most",
+        ),
+        ((3, A, 1.5), TypeError, r" \(key 3\): out is a float, .*\n  Fix: put the number into an array: mx"),
         ((["v", "w"], [A]), InvalidRequestError, r": there are 2 keys, but value has 1 entries\.\n  Fix: "),
         ((["v", "w"], [A, B, C]), InvalidRequestError, r": there are 2 keys, but value has 3 entries\.\n  Fix: "),
         ((["a", "\ud800"], [A, B]), InvalidRequestError, r".*: .* cannot be written down"),
         (([1, 10**5000], [A, B]), InvalidRequestError, r".*: .* cannot be written down"),
-        ((3, A, []), InvalidRequestError, r" \(key 3\): out is empty\.\n  Fix: "),
+        ((3, A, []), InvalidRequestError, r" \(key 3\): out is empty\.\n  Fix: pass at least one array"),
     ],
 )
 def test_wrong_keys_and_values(args, error, text):
@@ -104,6 +111,11 @@ def test_the_other_keys_of_a_call_are_submitted_where_one_is_refused(monkeypatch
             kv.pushpull(list("abc"), [mx.nd.ones(1) for _ in "abc"], out=outs)
         assert [name[-1] for name in fake.adapter.operations] == ["a", "b", "c"]
         assert [any(out is each for each in copied) for out in outs] == [True, False, True]
+
+
+def test_signs_of_many_workers_do_not_overflow():
+    signs = [signs_of(Group("w", [A]), {}, 0.5, 1.0, size).values[0] for size in (127, 128)]
+    assert [each.dtype for each in signs] == [np.int8, np.int32]
 
 
 def test_names():

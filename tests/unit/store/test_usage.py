@@ -77,3 +77,15 @@ def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
         "weight      4  4194304  two-shot     250.000      500.000     125.000  3 devices",
         "loss        1        4",
     ]
+
+
+@pytest.mark.parametrize("zero_copy", [0, 1])
+def test_why_keys_are_staged(setting, zero_copy):
+    setting(KVHVD_ZERO_COPY=str(zero_copy))
+    counted, whys = Usage(), {"two-shot": "staged by another worker", "one-shot": "not a Trainer's gradient"}
+    for each in (*whys, "link-sum", "direct"):
+        counted.add("pushpull", each, 4)
+    statistics = {f"s0/{each}": Statistics(1, 4, each, *[Times(0.0, 0.0, 0.0)] * 2, 0.0) for each in counted._counts}
+    report = counted.report("s0", {}, statistics, dict.fromkeys(("two-shot", "link-sum", "direct"), ""))["keys"]
+    found = {each: entry["staged"] for each, entry in report.items() if entry["staged"]}
+    assert found == (whys if zero_copy else dict.fromkeys(whys, "KVHVD_ZERO_COPY=0"))

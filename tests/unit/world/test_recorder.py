@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -13,7 +14,7 @@ from kvstore_hvd.native import TimelineEvent
 from kvstore_hvd.timeline import Header, PartWriter, has_ended, main, part_path, read_header, write_trace
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Host, Topology
-from support.timeline import Trace
+from support.timeline import Trace, parts_of
 
 ALONE = Topology.of(0, [Host.here()], source="single")
 
@@ -70,11 +71,12 @@ def test_two_cannot_write_one_part(tmp_path):
 
 
 def test_an_operation_is_a_wait_and_a_reduction(tmp_path):
-    """Ranks share a clock that begins with the first."""
+    """Ranks share a clock that begins with the first, though that of its host is 1 ms ahead."""
     target = tmp_path / "t"
-    early = event("s0/v", 1000)
+    early = event("s0/v", 1000, collective="broadcast", on_link=1500)
     first = write_part(target, header(0, begin=5000), event("s0/w", 6000), early)
-    write_trace(str(target), [first, write_part(target, header(1, begin=4000), event("s0/w", 6000))])
+    ahead = replace(header(1, begin=1_004_000), ahead_ns=1_000_000, error_ns=70)
+    write_trace(str(target), [first, write_part(target, ahead, event("s0/w", 1_006_000))])
     trace = Trace(target)
     assert trace.ranks() == [0, 1]
     for rank in range(2):
@@ -84,7 +86,10 @@ def test_an_operation_is_a_wait_and_a_reduction(tmp_path):
         expected = {"bytes": 12, "dtype": "float32", "algorithm": "direct", "op": "sum", "name": "s0/w"}
         assert working["args"] == expected
     assert [(each["ts"], each["dur"]) for each in trace.row(0, "v (key 1)")] == [(0, 0)] * 2
-    assert (trace.about["ts_0_unix_ns"], trace.about["ts_0_monotonic_ns"]) == (10**18, 4000)
+    del expected["op"]  # nothing is reduced
+    assert trace.row(0, "v (key 1)")[1]["args"] == {**expected, "name": "s0/v", "on_link_us": 1.5}
+    assert (trace.about["ts_0_unix_ns"], trace.about["ts_0_monotonic_ns"]) == (10**18, 1_004_000)
+    assert trace.about["clock_error_ns"] == 70
 
 
 def test_rounds_begin_with_their_first_submission(tmp_path):
@@ -152,6 +157,7 @@ def test_a_trace_is_a_new_file(tmp_path):
     """Links that lie where a part, or the trace, is written first are removed, not followed."""
     target, victim = tmp_path / "t", tmp_path / "victim"
     target.write_text("before")
+    target.chmod(0o640)
     victim.write_text("{}")
     for paths in ([], [str(victim)]):
         with pytest.raises(ValueError, match="not a part"):
@@ -161,19 +167,27 @@ def test_a_trace_is_a_new_file(tmp_path):
         (tmp_path / name).symlink_to(victim)
     part = write_part(target, header(0, 1), event())
     write_trace(str(target), [part])
-    assert (victim.read_text(), target.is_symlink()) == ("{}", False)
+    assert (victim.read_text(), target.is_symlink(), target.stat().st_mode & 0o777) == ("{}", False, 0o640)
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["t", "victim", os.path.basename(part)])
 
 
 def test_only_the_latest_session_counts(tmp_path, capsys):
     target = tmp_path / "t"
+    assert main(["merge", str(target)]) == 1
+    assert capsys.readouterr().err == f"there is no part of a timeline: {target}.rank-0.part and so on.\n"
     write_part(target, Header("old", 2, 3, "host", 1, False, 0, 10**17), event())
-    write_part(target, header(0), event())
+    write_part(target, header(0), event(), lost=7)
     assert main(["merge", str(target)]) == 0
-    told = capsys.readouterr().out
-    assert "missing: rank 1 of 2" in told
-    assert f"left out, of another timeline: {part_path(str(target), 2)}" in told
+    told = capsys.readouterr().out.splitlines()
+    assert told[:2] == [f"{target}: 1 operations of rank 0", "missing: rank 1 of 2"]
+    assert told[2] == "7 operations were not recorded: there were too many at a time"
+    assert told[3] == f"left out, of another timeline: {part_path(str(target), 2)}"
     assert Trace(target).ranks() == [0]
+    target.unlink()
+    target.mkdir()  # cannot be replaced
+    assert main(["merge", str(target)]) == 1
+    assert capsys.readouterr().err.startswith("the timeline cannot be made: ")
+    assert parts_of(target) == [f"t.rank-{rank}.part" for rank in (0, 2)]
 
 
 def test_a_file_is_made_and_nothing_else_is_left(tmp_path):
