@@ -65,7 +65,8 @@ class Training:
 
 def draw(seed: int, size: int) -> Training:
     """The training of this seed."""
-    chance, differ, more = map(random.Random, (seed, f"differences {seed}", f"more {seed}"))
+    chance, differ = random.Random(seed), random.Random(f"differences {seed}")
+    more = random.Random(f"more {seed}")
     joins = chance.random() < 0.25
     network = "dense" if joins else chance.choice(sorted(NETWORKS))
     dtype = chance.choice(["float16", "float32", "float64"]) if network == "elementwise" else "float32"
@@ -135,7 +136,8 @@ class _Run:
             for number, param in enumerate(parameters(net)):
                 param.lr_mult = param.wd_mult = training.multipliers[number % len(training.multipliers)]
         self.loss_scale = 1.0
-        self.amp, self.scaler = scaler_of(self.trainer) if training.scales else (None, None)
+        scaling: tuple[Any, Any] = scaler_of(self.trainer) if training.scales else (None, None)
+        self.amp, self.scaler = scaling
         # Parameters without a shape get it from data. Gradients of the first step need the parameters of rank 0.
         for net, contexts in ((self.net, self.contexts), (self.model, self.contexts[:1])):
             for ctx in contexts:
