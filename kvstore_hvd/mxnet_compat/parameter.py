@@ -167,6 +167,11 @@ def move_to_arena(parameters: Iterable[Any], arena: Any, unused: bool = False) -
     return any_looked_at
 
 
+def fill(gradient: Any, value: float) -> None:
+    """Overwrite all elements; ``[:]`` refuses arrays without dimensions, ``[()]`` sparse ones."""
+    gradient[() if gradient.ndim == 0 else slice(None)] = value
+
+
 def set_to_zero(gradient: Any) -> None:
     """Overwrite a gradient with zeros, a row_sparse one with no rows."""
     mxnet = require_mxnet()
@@ -175,8 +180,7 @@ def set_to_zero(gradient: Any) -> None:
             where = context_of(gradient)
             mxnet.nd.sparse.zeros("row_sparse", gradient.shape, where, gradient.dtype).copyto(gradient)
         else:
-            # Parameter.zero_grad of MXNet 2 refuses arrays of mx.np.
-            gradient[() if gradient.ndim == 0 else slice(None)] = 0
+            fill(gradient, 0)  # Parameter.zero_grad of MXNet 2 refuses arrays of mx.np
 
 
 def why_staged(parameter: Any) -> str | None:

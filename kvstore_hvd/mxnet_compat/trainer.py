@@ -30,7 +30,7 @@ from kvstore_hvd.errors import UnsupportedMethodError, message
 from kvstore_hvd.mxnet_compat import exchangers
 from kvstore_hvd.mxnet_compat.exchangers import COMPARED, exchanging_in, new_states, set_store_aside, store_of
 from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, holding, is_ours, require_mxnet, surround, wrap
-from kvstore_hvd.mxnet_compat.parameter import move_to_arena, note_gradients, set_to_zero, why_staged
+from kvstore_hvd.mxnet_compat.parameter import fill, move_to_arena, note_gradients, set_to_zero, why_staged
 
 #: Tells a worker that waits alone what the others have not passed.
 _FRESHNESS = "fresh gradients (ignore_stale_grad=True)"
@@ -238,8 +238,7 @@ def _share_overflow(trainer: Any) -> None:
         return
     own = copy.copy(trainer._amp_loss_scaler).has_overflow(trainer._params)  # a copy: it counts how often it is asked
     if store._anywhere([own], "overflow of AMP")[0] and not own:
-        first = next(each._grad[0] for each in trainer._params if each._grad is not None)
-        first[() if first.ndim == 0 else slice(None)] = float("nan")
+        fill(next(each._grad[0] for each in trainer._params if each._grad is not None), float("nan"))
 
 
 # -- The wrappers ---------------------------------------------------------------------------------------------------

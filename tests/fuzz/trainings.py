@@ -57,7 +57,7 @@ class Training:
     memory: tuple[str, ...]  # of the gradients of every rank; see `differences`, as for the next two
     clock: tuple[tuple[float, ...], ...]
     fresh: tuple[tuple[bool, ...], ...]  # whether every rank has gradients in a step
-    divides_by_all: bool  # in a Join, with the option's name `divide_by_initial_world_size`
+    divides_by_all: bool  # a Join's `divide_by_initial_world_size`
     multipliers: tuple[float, ...]  # of the learning rate and weight decay of the parameters, in turns
     scales: bool  # with AMP's loss scaling
     overflows: tuple[int, ...]  # the rank whose gradients overflow in a step, or -1

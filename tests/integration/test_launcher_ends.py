@@ -28,13 +28,14 @@ subprocess.Popen(bare, start_new_session=True)
 subprocess.Popen(['setsid', 'sh', '-c', 'setsid env -i /bin/sh -c "sleep 1000; :" $0 & exit', mark]).wait()
 say('ready\\n')
 """
-# Shared memory that Python's resource tracker removes once the processes of its program are gone.
+# Shared memory that Python's resource tracker removes once the processes of its program are gone, if they go when it
+# ignores SIGTERM (bit 14), which it begins with.
 SHARED = """
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
 memory = SharedMemory(create=True, size=4096)
 tracker, pid = resource_tracker._resource_tracker._fd, resource_tracker._resource_tracker._pid
-while not int(open(f'/proc/{pid}/status').read().split('SigIgn:')[1].split()[0], 16) & 1 << 14:  # SIGTERM
+while not int(open(f'/proc/{pid}/status').read().split('SigIgn:')[1].split()[0], 16) & 1 << 14:
     time.sleep(0.01)
 subprocess.Popen([sys.executable, '-c', 'import threading; threading.Event().wait(1000)'], pass_fds=[tracker])
 open(f'memory{rank}', 'w').write(memory.name)

@@ -10,7 +10,7 @@ from kvstore_hvd.errors import InvalidRequestError, MismatchError, UnsupportedDt
 from kvstore_hvd.join import Join
 from kvstore_hvd.store import sparse as store_sparse
 from support.arrays import assert_same_bits, sum_of_ranks
-from support.gluon import assert_alike, is_mxnet_2
+from support.gluon import assert_alike, is_mxnet_2, scaler_of
 
 mx = pytest.importorskip("mxnet")
 
@@ -207,8 +207,10 @@ def train(trainer_of, sparse_grad, ranks, batch, steps=STEPS, around=contextlib.
 
 
 @in_gluon
-@pytest.mark.parametrize("as_dense", [None, True, False])
-@pytest.mark.parametrize("kind", ["trainer", "optimizer"])
+@pytest.mark.parametrize(
+    ("kind", "as_dense"),
+    [("trainer", None), ("trainer", True), ("trainer", False), ("optimizer", True), ("optimizer", False)],
+)
 def test_training(rank, size, kind, as_dense, monkeypatch):
     batch, how = (BATCH * size, {}) if as_dense is None else (BATCH, {"sparse_as_dense": as_dense})
     if as_dense:
@@ -228,6 +230,23 @@ def test_training(rank, size, kind, as_dense, monkeypatch):
     alone = train(local, False, range(size), BATCH * size)
     np.testing.assert_allclose(sparsely, alone, rtol=1e-5, atol=1e-6)
     assert_alike(sparsely)
+
+
+@in_gluon
+def test_an_overflow_on_another_worker(rank, size):
+    """AMP skips the step on all."""
+    layer = mx.gluon.nn.Embedding(ROWS, WIDTH, sparse_grad=True)
+    layer.initialize(mx.init.One())
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", **OPTIMIZER))
+    trainer = mx.gluon.Trainer(layer.collect_params(), optimizer, kvstore=None)
+    scaler_of(trainer)
+    with mx.autograd.record():
+        loss = layer(mx.nd.array([rank])).sum()
+    loss.backward()
+    if rank == size - 1:
+        layer.weight.grad()[:] = np.inf
+    trainer.step(1)
+    assert (layer.weight.data().asnumpy() == 1).all()
 
 
 @in_gluon

@@ -8,6 +8,8 @@ from support.elastic_jobs import Play, begun
 
 pytestmark = pytest.mark.alike
 
+KILLED = [signal.SIGKILL]
+
 
 def test_workers_of_a_job_that_replaces_nobody_meet_over_hosts():
     """Those that one waits for, in the order that it says; who does not come is named, and met later."""
@@ -340,7 +342,7 @@ def test_a_host_that_has_not_come_does_not_spoil_a_success():
     assert play.outcome == (0, "")
 
 
-KILLED = [signal.SIGKILL]
+# -- Who comes and goes, does not meet, or does not answer -------------------------------------------------------------
 
 
 def test_members_are_told_of_all_changes_together():
