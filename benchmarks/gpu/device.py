@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import os
 import statistics
+import sys
 import threading
 import time
 import traceback
@@ -203,8 +204,7 @@ class Bench:
             for repetition in range(self.repetitions + 3):
                 together.wait(_LIMIT_S)
                 start = time.perf_counter()
-                completion = executor.start("allreduce", [request])
-                while not completion.done():
+                for _ in executor.start("allreduce", [request]):
                     time.sleep(_LOOK_S)
                 if repetition >= 3:
                     samples.append(time.perf_counter() - start)
@@ -251,6 +251,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Return the results, and the tables of them."""
     bench, text = Bench(options), Said()
     results: dict[str, Any] = {"device": bench.device.name, "multiprocessors": bench.device.multiprocessors}
+    results["failed"] = []
     results["copy"] = bench.copies()
     text.append(f"{bench.device.name}: copies move {bench.bandwidth / 1e12:.2f} TB/s (read and written)")
 
@@ -261,6 +262,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         except Exception as error:  # noqa: BLE001 - whatever it is: a machine with a GPU is not there every day
             traceback.print_exc()
             text.append(f"{what}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+            results["failed"].append(what)
             return None
 
     results["resources"] = attempt("resources", bench.resources) or {}
@@ -350,7 +352,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    """Measure, and write what was found."""
+    """Measure, and write the results; the exit code is 1 if a measurement has failed."""
     parser = argparse.ArgumentParser(description="Measure our kernels on one GPU.")
     parser.add_argument("--json", type=Path, default=RESULTS / "gpu-device.json")
     parser.add_argument("--large", type=int, default=256 * MIB, help="bytes of a large array")
@@ -370,6 +372,8 @@ def main() -> None:
     results, text = measure(options)
     write(options.json, run, results, text)
     draw(results, options.json.with_suffix(".png"))
+    if results["failed"]:
+        sys.exit(f"failed: {', '.join(results['failed'])}")
 
 
 if __name__ == "__main__":
