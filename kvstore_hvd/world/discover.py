@@ -43,7 +43,7 @@ _POLL_S = 0.0005
 
 _SOURCES = {"launcher": "kvhvdrun's variables", "mpi": "MPI", "single": "nobody: a world of one"}
 
-_is_ours = False  # mpi4py.MPI was loaded here, and not by the program
+_is_ours = False  # MPI was loaded or initialised here, and not by the program
 
 
 def discover(comm: Any = None) -> World:
@@ -52,7 +52,7 @@ def discover(comm: Any = None) -> World:
     ranks, communicator = _split(comm)
     has_mpi = initialised_mpi() is not None or (known.mpi_launch is not None and known.mpi_launch.size != 1)
     world: World | None = None
-    if communicator is not None and communicator.Get_size() <= 1 and (known.size or 0) > 1:
+    if communicator is not None and (known.size or 0) > 1 and communicator.Get_size() <= 1:
         fact = f"kvhvdrun started {known.size} workers without MPI: the communicator given to init() has size 1."
         fix = "call init() without comm (or with a list of ranks), or start with mpirun."
         raise LaunchError(message(fact, fix=fix))
@@ -246,6 +246,7 @@ def warn_beside(topology: Topology) -> None:
 
 def _start(launch: MPILaunch | None) -> Any:
     """Import and initialise mpi4py.MPI with MPI_THREAD_MULTIPLE, and compare it with the launcher."""
+    global _is_ours
     if launch is not None and launch.survives:
         fact = "mpirun was started with `--with-ft ulfm`, under which MPI may wait for workers that have died."
         fix = "leave it out; `kvhvdrun --min-np 1 --max-np N python train.py` replaces workers that die."
@@ -264,6 +265,7 @@ def _start(launch: MPILaunch | None) -> Any:
         if mpi.Is_finalized():
             raise LaunchError(message("MPI was finalised before init().", fix="call init() before MPI.Finalize()."))
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
+        _is_ours = True
     if _is_ours:
         finalise_mpi_at_exit(mpi)
     else:

@@ -5,7 +5,7 @@ Exit handlers run in the reverse order of their registration, so at the end of a
    imported, to run before MXNet's handler.
 2. MXNet's handler waits for MXNet's operations.
 3. The process waits for its links, which may still forward sums that other hosts need.
-4. MPI_Finalize, by our handler where the program has not loaded mpi4py. It may wait for ranks that are lost: after a
+4. MPI_Finalize, by our handler where the program has not initialised MPI. It may wait for ranks that are lost: after a
    lost world, MPI has 5 s to end.
 A forked child shares the connections of its parent: it closes its copies of their sockets (`links`, `control`),
 forgets the worlds (`Process.after_fork_in_child`), and ends without MPI_Finalize.

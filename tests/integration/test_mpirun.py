@@ -78,16 +78,19 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("has_mpi4py", [False, True])
-def test_forked_children_do_not_end_mpi(run, has_mpi4py):
-    """They end with their own codes, and their parents go on."""
-    # Where the program has loaded mpi4py, the exit code of `raise SystemExit` is not known.
-    ends = {how: code for how, code in ENDS.items() if not (has_mpi4py and "SystemExit" in how)}
-    program = f"{'from mpi4py import MPI' if has_mpi4py else ''}\nends = {list(ends)}"
+LATER = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; comm = MPI.COMM_WORLD"
+
+
+@pytest.mark.parametrize("starts", ["", "from mpi4py import MPI", LATER])
+def test_forked_children_do_not_end_mpi(run, starts):
+    """They end with their own codes, and their parents go on. Who has initialised MPI ends it."""
+    # Where the program has, by mpi4py, the exit code of `raise SystemExit` is not known.
+    ends = {how: code for how, code in ENDS.items() if "SystemExit" not in how or starts in ("", LATER)}
+    program = f"comm = None\n{starts}\nends = {list(ends)}"
     program += """
 import numpy as np
 import kvstore_hvd
-kvstore_hvd.init()
+kvstore_hvd.init(comm)
 total = lambda: float(kvstore_hvd.allreduce(np.ones(1), 'total')[0])
 total()
 codes = []
@@ -126,7 +129,7 @@ mine = hvd.ProcessSet(world.Split(world.rank % 2, -world.rank))
 some = hvd.ProcessSet(world.Split(0 if world.rank % 2 == 0 else MPI.UNDEFINED, world.rank))
 before = some.ranks
 left_out = hvd.ProcessSet(world.Split(MPI.UNDEFINED if world.rank == 3 else world.rank % 2, world.rank))
-told = dict(job=world.rank, error=attempt(process_sets=[left_out]))
+told = dict(job=world.rank, null=attempt(comm=MPI.COMM_NULL), error=attempt(process_sets=[left_out]))
 hvd.init(world, process_sets=[mine])
 told.update(number=mine.process_set_id, ranks=mine.ranks, sets=get_process_set_ids_and_ranks(), inside=mine.rank(),
             text=repr(mine))
@@ -160,6 +163,7 @@ def test_worlds_and_process_sets_of_communicators(run):
         assert (report["some"], report["all"]) == ([None, [0, 2], place % 2 == 0], 10)
         assert report["threads"]
         assert "processes that are none of the 2 workers" in report["outside"]
+        assert report["null"].startswith("InvalidRequestError comm must be an intracommunicator.")
     assert [report["half"] for report in reports] == [[1, 2, 4], [1, 2, 6], [0, 2, 4], [0, 2, 6]]
     assert [report["listed"] for report in reports] == [[1, 2, 5], [0, 1, 2], [0, 1, 3], [0, 2, 5]]
 

@@ -1,5 +1,6 @@
 """The loop of `elastic.run` in a job that is not elastic: a world that is lost while all its workers live."""
 
+import contextlib
 import importlib
 import itertools
 
@@ -74,9 +75,13 @@ def test_nothing_happens(rank, size):
     assert inner(elastic.ObjectState(step=0)) == "never"
 
 
-def test_a_lost_world(rank, size):
-    """Back to the last commit, rank 0's; then reset, callbacks, sync, in this order. Also after a loss in sync."""
-    worlds = []
+@pytest.mark.parametrize("own", [False, True])
+def test_a_lost_world(rank, size, own):
+    """Back to the last commit, rank 0's; then reset, callbacks, sync, in this order. Also after a loss in sync.
+
+    A function of the program's own may be what resets. What is saved after a loss is no commit.
+    """
+    worlds, resets = [], []
 
     class Fragile(Traced):
         def sync(self):
@@ -86,7 +91,6 @@ def test_a_lost_world(rank, size):
 
     state = Fragile(step=0, log=[])
 
-    @elastic.run
     def train(state):
         worlds.append(process.current().topology.generation)
         while state.step < 6:
@@ -97,10 +101,16 @@ def test_a_lost_world(rank, size):
                 state.commit()
             if state.step == 3 and len(worlds) < 3:
                 state.calls.clear()
-                lose_the_world(rank, size)
+                with pytest.raises(HorovodInternalError) as lost:
+                    lose_the_world(rank, size)
+                with contextlib.suppress(HorovodInternalError):
+                    size == 1 or state.commit()
+                raise lost.value
         return list(state.log)
 
-    log = train(state)
+    reset = (lambda: resets.append(kvstore_hvd.reset())) if own else None
+    log = elastic.run_fn(train, reset)(state)
+    assert len(resets) == 3 * own
     assert [generation - worlds[0] for generation in worlds] == [0, 2, 3]
     # Of what followed the commit nothing is left; that of rank 0 is everybody's.
     assert log == [0] * 2 + [rank] * 4

@@ -92,6 +92,7 @@ def test_everything_comes_from_rank_0(rank, size):
         sampler.record_batch(0, 3)
     state.epoch = 5 + rank
     state.commit()
+    state.epoch = 9  # undone: it is not saved
     mine = everything(net, trainer)
     state.sync()
     synced = everything(net, trainer)
@@ -182,9 +183,10 @@ def test_stores_match_whatever_trains_first(rank, size):
     """GluonState.sync: two Trainers exchange with their like, though workers take their first steps in other orders."""
     nets = [make_net(seed=1), make_net(seed=2)]
     trainers = [make_trainer(each) for each in nets]
-    state = GluonState(nets=None, a=nets[0], b=nets[1], first=trainers[0], second=trainers[1])
-    state.sync()
     order = [0, 1] if rank % 2 else [1, 0]
+    state = GluonState(**{f"net{at}": nets[at] for at in order}, **{f"trainer{at}": trainers[at] for at in order})
+    state.sync()
+    assert [bits_of(each) for each in nets] == [bits_of(make_net(seed=seed)) for seed in (1, 2)]
     for at in order:
         backward(nets[at], [batch_of(rank)])
         trainers[at]._init_kvstore()
@@ -208,11 +210,13 @@ def test_what_does_not_fit_fails_on_all(rank, size):
         ({"best": 1.0} if last else {}, "it has .*best"),
         ({"sampler": ElasticSampler(range(39 if last else 40))}, "the sampler has samples=39 here, but"),
         ({"sampler": ElasticSampler(range(40), shuffle=last)}, r"the sampler has shuffle=\w+ here, but"),
+        ({"sampler": ElasticSampler(range(40), seed=int(last))}, "the sampler has seed=1 here, but 0 there"),
     ):
-        state = GluonState(**parts, step=rank)
+        state = GluonState(**parts, step=rank) if parts.keys() & {"net", "sampler"} else ObjectState(**parts, step=rank)
         order, before = list(parts.get("sampler", [])), [each.tobytes() for each in weights(shaped)]
         with pytest.raises(MismatchError, match=rf"rank {size - 1}: {text}"):
             state.sync()
+        state.restore()  # nor was what is saved
         assert (list(parts.get("sampler", [])), state.step) == (order, rank)
         assert [each.tobytes() for each in weights(shaped)] == before
         hvd.allreduce(mx.nd.ones((1,)), name="still-usable").wait_to_read()

@@ -202,6 +202,19 @@ def test_errors_that_nobody_reads_are_raised_again_after_it(rank, size):
     assert_nothing_is_left(size)
 
 
+@pytest.mark.needs(2)
+def test_a_join_within_leaves_the_world_to_who_throws(rank, size):
+    """An operation of its body is declined: whatever the program raises then, the world is not aborted."""
+    with pytest.raises(RuntimeError, match="exhausted"), Join([Nothing()], throw_on_early_termination=True):
+        if rank > 0:
+            with Join([Nothing()]):
+                try:
+                    kvstore_hvd.allreduce(np.ones(1), "of the body")
+                finally:
+                    raise ValueError("no metric")
+    assert_nothing_is_left(size)
+
+
 @pytest.mark.needs(3)
 @pytest.mark.parametrize("before", [0, 1], ids=["of the same number", "of another number"])
 def test_a_join_of_a_process_set_within(rank, size, before, dynamic):

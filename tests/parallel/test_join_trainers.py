@@ -41,6 +41,7 @@ def test_the_store_sums_after_a_join_as_before(rank, size, fails):
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=store)
     if fails:
         trainer._update = lambda *_: 1 / 0
+        kvstore_hvd.barrier()  # all are in this test
     errors = (ZeroDivisionError, HorovodInternalError)  # the latter where another worker has left before
     with pytest.raises(errors) if fails else contextlib.nullcontext(), Join([trainer]):
         train(net, trainer)
@@ -82,14 +83,18 @@ def test_no_batch_and_no_shape(rank, size, empty, follows):
     assert_same_everywhere(net, trainer)
 
 
-@pytest.mark.parametrize(("last", "beside"), [("lowest", False), ("two", True)])
+@pytest.mark.parametrize(("last", "beside"), [("lowest", ""), ("two", "another"), ("lowest", "a Join within")])
 def test_statistics_are_those_of_who_joined_last(rank, size, last, beside):
     """Of several the one with the highest rank: the same on all workers."""
     nn = mx.gluon.nn
     net = network(nn.Dense(5, in_units=8), nn.BatchNorm(in_channels=5), nn.Dense(3, in_units=5))
     trainer = trainer_of(net)
     longest = {"lowest": [0], "two": [0, size // 2]}[last]
-    with Join([trainer, Nothing()] if beside else [trainer]):
+    within = Join([trainer_of(mlp())]) if beside == "a Join within" else contextlib.nullcontext()
+    with Join([trainer, Nothing()] if beside == "another" else [trainer]):
+        with within:  # whoever follows the others there may be the last one here
+            if beside == "a Join within" and rank not in longest:
+                train(net, trainer, 2, seed=rank)
         # The first step gives all workers what rank 0 has: two at least, or it is that.
         train(net, trainer, 4 if rank in longest else 2, seed=rank)
         own = running_statistics(net)
@@ -167,6 +172,10 @@ def test_in_a_process_set(dynamic, rank, size):
         assert trainer._optimizer.num_update == size
         parts = hvd.allgather_object([each.tobytes() for each in weights(net)], process_set=members)
         assert parts[0] == parts[1]
+        text = "mine" if rank > 0 else f"rank {size - 1} left a Join context with ValueError: mine"
+        with pytest.raises(ValueError if rank > 0 else HorovodInternalError, match=text), Join([trainer]):
+            if rank > 0:
+                raise ValueError("mine")
 
 
 def test_the_scale_of_amp(rank, size):
@@ -199,25 +208,25 @@ class Product(mx.gluon.Block):
         self.weight = make("weight", shape=(4,))
 
     def forward(self, x):
-        return x * self.weight.data()
+        return x * self.weight.data(x.ctx)
 
 
 @pytest.mark.parametrize("initial", [False, True])
 def test_small_gradients_of_float16(rank, size, initial):
-    """They are divided by the optimizer, in float32: as means they would vanish."""
-    net = Product()
-    net.initialize(mx.init.Zero())
+    """They are divided by the optimizer, in float32: as means they would vanish. On two devices."""
+    net, contexts = Product(), [mx.cpu(0), mx.cpu(1)]
+    net.initialize(mx.init.Zero(), ctx=contexts)
     net.cast("float16")
     trainer = trainer_of(net, learning_rate=1.0, multi_precision=True)
-    x = gluon.array(np.full(4, 1.37e-4, "float16"))
+    values = np.full(4, 6.85e-5, "float16")
     batch_size = 1024 * (1 + rank)
     with Join([trainer], divide_by_initial_world_size=initial):
         for _ in range(1 + (rank == size - 1)):
             with mx.autograd.record():
-                loss = net(x).sum()
-            loss.backward()
+                losses = [net(gluon.array(values, ctx)).sum() for ctx in contexts]
+            mx.autograd.backward(losses)
             trainer.step(batch_size)
-    gradient = float(np.float16(1.37e-4))
+    gradient = 2 * float(values[0])
     first = gradient * size / (1024 * size * (size + 1) / 2)
     second = gradient / (1024 * size * (size if initial else 1))
     (state,) = trainer._updaters[0].states.values()
@@ -294,7 +303,7 @@ def test_what_is_refused(rank, size, two):
         Join([trainer], divide_by_inital_world_size=False)
     if size > 1:
         with Join([trainer]):
-            for wrong in (0, "four", float("nan")):
+            for wrong in (0, -4, "four", float("nan"), float("inf")):
                 with pytest.raises(InvalidRequestError, match="batch_size is"):
                     trainer.step(wrong)
             for call in (trainer.allreduce_grads, lambda: trainer.update(BATCH)):
@@ -342,6 +351,19 @@ def test_nested_and_nobody_last(rank, size, two):
     assert_updates(two, 2 * size, 2 * size)
     two[2](0)  # outside, everybody has to step again
     assert_updates(two, 2 * size + 1, 2 * size)
+
+
+def test_a_disabled_context_around_is_not_followed(rank, size, two):
+    """Its Trainer's steps wait for those of all workers."""
+    with Join(two[1][:1], enable=False):
+        with Join(two[1][1:]):
+            for _ in range(1 + rank):
+                two[2](1)
+            if rank > 0:
+                two[2](0)
+        if rank == 0:
+            two[2](0)
+    assert_updates(two, 1, size)
 
 
 def test_one_thread_only(rank, size, two):

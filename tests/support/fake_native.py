@@ -50,7 +50,7 @@ class FakeConnection:
     failure: KVHvdError | None = None
     left: list[str] = field(default_factory=list)
     interrupted: BaseException | None = None
-    is_pending: bool = False
+    pending: list[bool] = field(default_factory=list)
 
     arena = None
 
@@ -70,7 +70,7 @@ class FakeConnection:
     def wait_for_all(self, limit_s: float) -> bool:
         if self.interrupted is not None:
             raise self.interrupted
-        return not self.is_pending
+        return not (self.pending and self.pending.pop())
 
     def waiting(self, age_s: float) -> list[Any]:
         return []

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import ElasticSampler, GluonState, StateHandler
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, UnsupportedDtypeError
-from support.gluon import array, backward, is_mxnet_2, network, samples
+from support.gluon import array, backward, is_mxnet_2, network, parameters, samples
 from support.gluon import bits_of as values
 from support.gluon import states_of as states
 
@@ -23,8 +24,8 @@ def make_net(contexts=()):
     return network(nn.Dense(6, in_units=8), nn.BatchNorm(in_channels=6), nn.Dense(3, in_units=6), contexts=contexts)
 
 
-def make_trainer(net, name="sgd", **options):
-    return mx.gluon.Trainer(net.collect_params(), name, {**OPTIMIZERS[name], **options}, kvstore=None)
+def make_trainer(net, name="sgd"):
+    return mx.gluon.Trainer(net.collect_params(), name, OPTIMIZERS[name], kvstore=None)
 
 
 def train(net, trainer, steps=1, seed=0, contexts=None):
@@ -78,13 +79,16 @@ def test_training_repeats_itself_bit_by_bit(name, devices, halves):
         assert (values(net), states(trainer)) == after
 
 
-def test_restore_is_in_place():
-    """Arrays, dictionaries and the scheduler stay the objects that others hold."""
+@pytest.mark.parametrize("wraps", [False, True])
+def test_restore_is_in_place(wraps):
+    """Arrays, dictionaries and the scheduler stay the objects that others hold, also in a DistributedOptimizer."""
+    hvd.init()
     net = make_net()
     schedule = mx.lr_scheduler.FactorScheduler(2, 0.5, base_lr=0.1)
-    trainer = make_trainer(net, lr_scheduler=schedule)
+    optimizer = mx.optimizer.create("sgd", momentum=0.9, lr_scheduler=schedule)
+    used = hvd.DistributedOptimizer(optimizer) if wraps else optimizer
+    trainer = mx.gluon.Trainer(net.collect_params(), used, kvstore=None)
     train(net, trainer)
-    optimizer = trainer._optimizer
 
     def objects():
         momentum = [each for each in trainer._updaters[0].states.values() if each is not None]
@@ -95,11 +99,15 @@ def test_restore_is_in_place():
     train(net, trainer, 6)
     assert schedule.count > 0
     state.restore()
-    assert trainer._optimizer is optimizer
+    assert trainer._optimizer is used
+    assert optimizer.num_update == 1
     assert optimizer.lr_scheduler is schedule
     assert (schedule.count, schedule.base_lr) == (0, 0.1)
     assert list(map(id, objects())) == list(map(id, kept))
     assert optimizer._index_update_count is optimizer._all_index_update_counts[0]
+    optimizer.lr_scheduler = mx.lr_scheduler.PolyScheduler(9)
+    state.restore()
+    assert type(optimizer.lr_scheduler) is type(schedule)
 
 
 def test_deferred_parameters_go_back_to_their_first_values():
@@ -119,9 +127,18 @@ def test_deferred_parameters_go_back_to_their_first_values():
     train(net, trainer, 1)
     state.restore()
     assert values(net) == trained
+    one, two = (network(nn.Dense(3), seed=seed) for seed in (1, 2))
+    state = GluonState(one)
+    state.net = two
+    two(array(data))
+    first = values(two)
+    scale(two, 2)
+    one(array(data))  # no part of the state any more
+    state.restore()
+    assert values(two) == first
 
 
-def test_gradients_and_the_loss_scale():
+def test_gradients_and_the_loss_scale(tmp_path):
     """Gradients of grad_req 'add' are zero: a step that was lost does not count twice. And mixed precision's scale."""
     scalers = pytest.importorskip("mxnet.amp.loss_scaler" if is_mxnet_2() else "mxnet.contrib.amp.loss_scaler")
     net = make_net()
@@ -143,6 +160,10 @@ def test_gradients_and_the_loss_scale():
     gradients = [each.grad() for each in net.collect_params().values() if each.grad_req == "add"]
     assert len(gradients) == 6
     assert not any(gradient.asnumpy().any() for gradient in gradients)
+    hvd.init()
+    state.save(tmp_path / "state")
+    with pytest.raises(InvalidRequestError, match=r"no loss scaler here: amp.init_trainer\(\) was not called"):
+        GluonState(net, make_trainer(net)).load(tmp_path / "state")
 
 
 def test_opaque_weights():
@@ -267,27 +288,29 @@ def test_refusals():
             GluonState({"table": table})
 
 
-def complete(net=None, optimizer="sgd", samples=40, **objects):
+def complete(net=None, optimizer="sgd", samples=40, trainer_of=make_trainer, **objects):
     net = net or make_net()
     sampler = ElasticSampler(range(samples))
-    return GluonState(net, make_trainer(net, optimizer), sampler=sampler, **{"epoch": 0, **objects})
+    return GluonState(net, trainer_of(net, optimizer), sampler=sampler, **{"epoch": 0, **objects})
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_another_process_goes_on_from_a_file(deferred, tmp_path):
+@pytest.mark.parametrize("there", ["deferred", "on another device"])
+def test_another_process_goes_on_from_a_file(there, tmp_path):
     """save(path), load(path): parameters, optimizer, sampler and objects, whether layers know their shapes or not."""
     path = tmp_path / "state"
-    one = complete(losses=[1.0])
+    one = complete(optimizer="nadam", losses=[1.0])
     train(one.net, one.trainer, 3)
     one.sampler.record_batch(0, 8)
     one.epoch, one.losses = 4, [1.0, 0.5]
     one.save(path)
     saved = values(one.net), states(one.trainer), one.sampler.state_dict(), 4, [1.0, 0.5]
     train(one.net, one.trainer, 2, seed=9)
-    two = complete(network(nn.Dense(6), nn.BatchNorm(), nn.Dense(3)) if deferred else None, losses=[])
+    contexts = [mx.cpu(0 if there == "deferred" else 1)]
+    net = network(nn.Dense(6), nn.BatchNorm(), nn.Dense(3)) if there == "deferred" else make_net(contexts)
+    two = complete(net, "nadam", losses=[])
     two.load(path)
     assert (values(two.net), states(two.trainer), two.sampler.state_dict(), two.epoch, two.losses) == saved
-    train(two.net, two.trainer, 2, seed=9)
+    train(two.net, two.trainer, 2, seed=9, contexts=contexts)
     assert (values(two.net), states(two.trainer)) == (values(one.net), states(one.trainer))
     two.restore()  # what was loaded is saved
     assert (values(two.net), states(two.trainer), two.sampler.state_dict(), two.epoch, two.losses) == saved
@@ -298,10 +321,20 @@ def cast(net):
     return net
 
 
+def partial(net, name):
+    return mx.gluon.Trainer(parameters(net)[:2], name, kvstore=None)
+
+
+def distributed(net, name):
+    return hvd.DistributedTrainer(net.collect_params(), name)
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
         (lambda: complete(optimizer="nadam"), "the Trainer's optimizer is Nadam here, but SGD there"),
+        (lambda: complete(trainer_of=partial), "the Trainer has 2 parameters here, but 8 there"),
+        (lambda: complete(trainer_of=distributed), "is a DistributedTrainer here, but a Trainer of Gluon there"),
         (lambda: complete(samples=41), "the sampler has samples=41 here, but 40 there"),
         (lambda: complete(steps=0), "but the state has net"),
         (lambda: GluonState(net=network(nn.Dense(3, in_units=2)), epoch=0), "it has net"),

@@ -50,6 +50,9 @@ def test_epochs_differ_and_workers_agree(place):
     assert tuple(other.remaining_indices) not in orders
     (plain,) = samplers(place, 1, range(30), shuffle=False)
     assert list(plain) == list(range(30))
+    (negative,) = samplers(place, 1, range(30), seed=-1)
+    negative.set_epoch(-1)
+    assert sorted(negative) == list(range(30))
 
 
 def test_record_batch_counts_calls(place):
@@ -70,7 +73,7 @@ def test_record_batch_counts_calls(place):
 def test_an_epoch_that_begins_again_is_told(place, caplog, monkeypatch):
     monkeypatch.setattr(log, "_logged", set())
     (each,) = samplers(place, 1, range(10))
-    for epoch, batches in ((0, 0), (0, 5), (1, 3), (2, 3)):
+    for epoch, batches in ((0, 0), (0, 5), (0, 0), (1, 3), (2, 3)):
         each.set_epoch(epoch)
         for batch in range(batches):
             each.record_batch(batch, 2)
@@ -117,6 +120,8 @@ def test_states(place):
     (newer,) = samplers(place, 1, range(13), {"epoch": 4, "processed_num": 5}, seed=3)
     one.set_epoch(4)
     assert list(newer) == list(one)[5:]
+    newer.load_state_dict({"processed_num": 3})
+    assert (newer.epoch, list(newer)) == (4, list(one)[3:])
 
 
 def test_refusals(place):
@@ -128,8 +133,9 @@ def test_refusals(place):
     for wrong in [(4, 3), (-1, 3), (0, 0)]:
         with pytest.raises(InvalidRequestError, match=r"\[rank 0/1\] ElasticSampler.get_indices: "):
             one.get_indices(*wrong)
-    with pytest.raises(InvalidRequestError, match="no sample 10"):
-        one.record_indices([0, 10])
+    for number in (10, -1):
+        with pytest.raises(InvalidRequestError, match=f"no sample {number} in a dataset of 10"):
+            one.record_indices([0, number])
     wrong = [("epoch", 1), ("processed_mask", b"abc"), ("processed_mask", b"\xff\xff")]
     for name, value in [*wrong, ("processed_num", -1), ("processed_indices", {3, 10})]:
         with pytest.raises(InvalidRequestError, match="Fix: "):
@@ -179,6 +185,7 @@ def run_epoch(place, seed):
         for rank, each in enumerate(world):
             place(rank, size)
             each.load_state_dict(committed)
+            assert (each.rank, each.num_replicas, each.total_size) == (rank, size, size * len(each))
         batch_size = choose.randint(1, 8)
         batches = [[each.indices[at : at + batch_size] for at in range(0, len(each), batch_size)] for each in world]
         since = Counter()

@@ -2,10 +2,12 @@
 
 import fcntl
 import importlib
+import itertools
 import math
 import os
 import socket
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 import kvstore_hvd
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import HostsUpdatedInterrupt, HostUpdateResult, ObjectState, State, checkpoint
-from kvstore_hvd.elastic.run import NotificationManager
+from kvstore_hvd.elastic.run import NotificationManager, _Loop
 from kvstore_hvd.elastic.state import deep_copy
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError
 from kvstore_hvd.world import process
@@ -37,10 +39,14 @@ def test_attributes_roll_back():
     one.restore()
     assert (one.epoch, one.losses, one.best) == (1, [1.0, 0.5], {"step": [3]})
     assert one.table.tolist() == [0, 0, 0]
-    # What came back is a copy, too.
-    one.losses.append(7)
-    one.restore()
-    assert one.losses == [1.0, 0.5]
+    # What came back is a copy, too; attributes that share an object share its copy.
+    one.best = one.losses
+    one.save()
+    for back in (one.restore, one.sync):  # both go back to what was saved
+        one.losses.append(7)
+        one.epoch = 3
+        back()
+        assert (one.epoch, one.losses, one.best is one.losses) == (1, [1.0, 0.5], True)
 
 
 @pytest.fixture
@@ -66,6 +72,7 @@ def test_the_jobs_checkpoint(job_checkpoint, monkeypatch, tmp_path, caplog):
     one = ObjectState(lambda value: value, lambda: ranks[0], step=1)
     assert "there is no checkpoint" in checkpoint.resume(one, is_newcomer=False)
     one.commit()
+    one.save(path)
     state(step=7).commit()
     assert not path.exists()  # of rank 1, and of another state
     ranks[0] = 0
@@ -85,9 +92,10 @@ def test_the_jobs_checkpoint(job_checkpoint, monkeypatch, tmp_path, caplog):
     assert kept(tmp_path) == 3
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", lambda *_: os.stat(tmp_path / "missing"))
+        monkeypatch.setattr(checkpoint, "_tried", -math.inf)
         one.commit()
-        checkpoint.finish()
-    assert f"the checkpoint {path} was not written, the last one stays" in caplog.text
+        one.commit()  # not tried again at once
+    assert caplog.text.count(f"the checkpoint {path} was not written, the last one stays") == 1
     one.restore()
     assert (one.step, kept(tmp_path)) == (4, 3)
     assert "goes on from the checkpoint" in checkpoint.resume(one, is_newcomer=False)
@@ -98,6 +106,27 @@ def test_the_jobs_checkpoint(job_checkpoint, monkeypatch, tmp_path, caplog):
     one.commit()
     checkpoint.finish()
     assert "was not written, the last one stays: save: the state cannot be written" in caplog.text
+
+
+def test_only_the_first_run_of_a_process_loads_the_checkpoint(job_checkpoint, monkeypatch, tmp_path):
+    """And each writes its last commit, due or not, as it ends."""
+    monkeypatch.setattr(importlib.import_module(_Loop.__module__), "_numbers", itertools.count(1))
+    state(step=3).save(tmp_path / "kept")
+    one = state(step=0)
+
+    @elastic.run
+    def train(one):
+        monkeypatch.setattr(checkpoint, "_tried", time.monotonic())
+        one.step += 1
+        one.commit()
+        one.step += 100
+
+    train(one)
+    assert kept(tmp_path) == 4
+    one.step = 7
+    one.save()
+    train(one)
+    assert kept(tmp_path) == 8
 
 
 def test_what_cannot_be_a_checkpoint_is_refused_at_once(job_checkpoint, tmp_path):
@@ -197,6 +226,7 @@ def test_updates_interrupt_once():
     one = state(step=0)
     one.check_host_updates()
     one.on_hosts_updated(3, HostUpdateResult.added)
+    one.on_hosts_updated(2, HostUpdateResult.removed)  # late
     one.step = 4
     with pytest.raises(HostsUpdatedInterrupt) as raised:
         one.check_host_updates()

@@ -60,7 +60,7 @@ def devices(*uuids, nccl=22304, host="here"):
     ("world", "reach", "wish", "path"),
     [
         (devices("a", "b"), True, "auto", "nccl"),
-        (devices("a", "b", nccl=0), True, "auto", "kernels"),
+        (devices("a") + devices("b", nccl=0), True, "auto", "kernels"),
         (devices("a", "b", "a"), False, "auto", "staged"),
         (devices("a", "b", nccl=0), False, "auto", "staged"),
         (devices("a", "b"), True, "staged", "staged"),

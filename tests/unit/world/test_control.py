@@ -13,7 +13,9 @@ import pytest
 
 from kvstore_hvd.base.channel import Channel
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.world import control
 from kvstore_hvd.world.control import ControlConnection
+from kvstore_hvd.world.topology import Host
 from support.patience import patient, until
 
 SECRET = b"s" * 32
@@ -71,13 +73,16 @@ def line(daemon, monkeypatch):
 
 def test_the_first_world_of_a_new_job(daemon, line):
     daemon.world(0)
-    world, is_real = line.enter()
+    world, is_real = line.enter([2, 1])
     assert is_real
     assert (world.topology.rank, world.topology.size, world.topology.generation) == (1, 3, 0)
     assert (world.topology.local_rank, world.topology.source) == (2, "launcher")
-    assert world.topology.local_ranks == [0, 2, 1]
+    assert (world.topology.local_ranks, world.topology.pids) == ([0, 2, 1], (1, 2, 3))
     assert (world.job, world.secret, world.lost()) == ("job", SECRET, "")
-    assert daemon.take()["t"] == "enter"
+    assert world.addresses == tuple(map(tuple, WORLD["addresses"]))
+    here = Host.here()
+    about = {"host": [here.name, here.identity], "pid": os.getpid(), "ranks": [2, 1], "addresses": []}
+    assert daemon.take() == {"t": "enter", **about}
     line.joined(world)
     assert daemon.take() == {"t": "joined", "generation": 0}
     line.synced()
@@ -91,8 +96,9 @@ def test_a_running_job_gives_a_guess(daemon, line):
     assert (world.topology.rank, world.topology.generation) == (2, -1)
     assert daemon.take()["t"] == "enter"
     threading.Timer(0.05, daemon.world, [4]).start()
-    assert line.next_world("start", "").topology.generation == 4
-    assert daemon.take() == {"t": "ready", "generation": -1, "cause": "start", "text": "", "unreached": []}
+    world = line.next_world("start", "why", [0])
+    assert (world.topology.generation, world.meeting) == (4, 4)
+    assert daemon.take() == {"t": "ready", "generation": -1, "cause": "start", "text": "why", "unreached": [0]}
 
 
 def test_a_world_that_is_lost_before_it_is_taken_is_given_up(daemon, line):
@@ -134,10 +140,16 @@ def test_the_end_of_the_job_and_of_a_worker_that_is_not_needed(daemon, line, kin
     daemon.send(kind, text="too many resets.", fix="see it.")
     with pytest.raises(LaunchError if kind == "fail" else SystemExit) as end:
         line.next_world("updated", "")
-    if kind == "fail":
-        assert "the job ends: too many resets" in str(end.value)
-    else:
-        assert end.value.code == 0
+    assert str(end.value) == ("worker '7': the job ends: too many resets.\n  Fix: see it." if kind == "fail" else "0")
+
+
+def test_a_daemon_that_is_not_there_or_is_another_users(daemon, monkeypatch):
+    with pytest.raises(LaunchError, match=r"does not answer: .*\n  Fix: start with kvhvdrun"):
+        ControlConnection(f"{daemon.name}x", SECRET, 7)
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(control, "peer_process", lambda made: (1, 1001))
+    with pytest.raises(LaunchError, match="user 1001 answers in place of the daemon"):
+        ControlConnection(daemon.name, SECRET, 7)
 
 
 def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon, line):

@@ -50,8 +50,10 @@ def test_places_on_hosts_of_unequal_size():
     assert [t.cross_rank for t in seen] == [0, 1, 0, 1, 0]
     assert [t.cross_size for t in seen] == [2, 2, 2, 2, 1]
     assert (seen[3].local_ranks, seen[3].host, seen[3].host_count) == ([1, 3, 4], "b", 2)
-    topology = Topology.of(0, hosts("a", "a'", "a", "a'"), source="mpi")  # two hosts of one name
-    assert (topology.hosts, topology.local_ranks) == (("a", "a#2", "a", "a#2"), [0, 2])
+    topology = Topology.of(0, hosts("a", "a'", "a", "a''"), source="mpi")  # hosts of one name
+    assert (topology.hosts, topology.local_ranks) == (("a", "a#2", "a", "a#3"), [0, 2])
+    slots = Topology.of(4, all_hosts, source="launcher", local_rank_of=(1, 2, 0, 0, 1))
+    assert (slots.local_rank, slots.cross_rank, slots.cross_size, slots.local_ranks) == (1, 1, 2, [3, 4, 1])
 
 
 PS = {"DMLC_ROLE": "worker", "DMLC_PS_ROOT_URI": "10.0.0.1", "DMLC_NUM_WORKER": "2"}
@@ -112,7 +114,8 @@ def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch):
 
 def test_kvhvdruns_variables_make_the_world(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
-    world = discover(monkeypatch, {**LAUNCHED, "KVHVD_GENERATION": "4"})
+    step = {**SRUN, "SLURM_STEP_NUM_TASKS": "3"}  # which has started kvhvdrun
+    world = discover(monkeypatch, {**LAUNCHED, **step, "KVHVD_GENERATION": "4"})
     topology = world.topology
     assert (topology.rank, topology.size, topology.local_rank, topology.local_size) == (1, 3, 1, 3)
     assert (topology.generation, topology.source) == (4, "launcher")
@@ -135,8 +138,10 @@ def test_variables_that_cannot_be(monkeypatch, changed, fact):
 
 
 def test_ranks_that_are_given(monkeypatch):
-    """All of them are the whole world; some are a world of their own, in the order given."""
-    for ranks, place in (([], (1, 3)), (range(3), (1, 3)), ([2, 1], (1, 2))):
+    """All of them are the whole world; some are a world of their own, in the order given; others are alone."""
+    with pytest.raises(InvalidRequestError, match="distinct ranks from 0 to 0"):
+        discover(monkeypatch, {}, [0, 1])
+    for ranks, place in (([], (1, 3)), (range(3), (1, 3)), ([1, 2], (0, 2)), ([0, 2], (0, 1))):
         world = discover(monkeypatch, LAUNCHED, ranks)
         assert (world.topology.rank, world.topology.size) == place
         assert (world.job == "job") == (place[1] == 3)
@@ -165,16 +170,30 @@ def test_a_world_of_one_under_a_launcher_of_more(monkeypatch):
         "  mpirun: Open MPI 5.0.11; mpi4py loaded: Open MPI 5.0.11\n"
         "  Fix: run `mpirun -n 4 python train.py` with the mpirun of the MPI that mpi4py loads."
     )
+    for version in ((4, 1, 4), (5, 0, 11)):  # an old launcher starts both
+        fake_mpi(monkeypatch, version=version)
+        with pytest.raises(LaunchError, match="MPI world size is 1"):
+            discover(monkeypatch, {"OMPI_VERSION": "", "OMPI_MCA_orte_hnp_uri": "1"})
     with pytest.raises(LaunchError, match=r"given to init\(\) has size 1"):
         discover(monkeypatch, LAUNCHED, Mock(**{"Get_size.return_value": 1}))
 
 
-@pytest.mark.parametrize(("vendor", "version"), [("MPICH", (5, 0, 2)), ("Open MPI", (4, 1, 4))])
-def test_another_mpi_is_refused_before_it_is_started(monkeypatch, vendor, version):
+@pytest.mark.parametrize(
+    ("environ", "vendor", "version"),
+    [
+        (OPEN_MPI, "MPICH", (5, 0, 2)),
+        (OPEN_MPI, "Open MPI", (4, 1, 4)),
+        ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "Open MPI", (5, 0, 11)),
+    ],
+)
+def test_an_mpi_that_cannot_serve_is_not_started(monkeypatch, environ, vendor, version):
     mpi = fake_mpi(monkeypatch, vendor, version)
-    with pytest.raises(LaunchError, match="started by the mpirun of another MPI") as caught:
-        discover(monkeypatch, OPEN_MPI)
+    with pytest.raises(LaunchError, match="4 workers were started by the mpirun of another MPI") as caught:
+        discover(monkeypatch, environ)
     assert f"mpi4py loaded: {vendor} {'.'.join(map(str, version))}" in str(caught.value)
+    mpi.configure_mock(**{"get_vendor.return_value": ("Intel MPI", (2021,)), "Is_finalized.return_value": True})
+    with pytest.raises(LaunchError, match="MPI was finalised before init" if "PMI_SIZE" in environ else "another MPI"):
+        discover(monkeypatch, environ)
     mpi.Init_thread.assert_not_called()
 
 

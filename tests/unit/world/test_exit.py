@@ -1,13 +1,17 @@
 """How an exit handler sees whether the program ends early, and the end of one that cannot end."""
 
+import itertools
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.errors import MismatchError
+from kvstore_hvd.native import Waiting
 from kvstore_hvd.world import exit as exit_module
 from kvstore_hvd.world.exit import ExitWatchdog, early_end
 from support.patience import patient
@@ -39,14 +43,39 @@ def test_an_unhandled_exception_is_the_reason(monkeypatch, attributes, reason):
     assert early_end("rank 3") == reason
 
 
-def test_the_limit_begins_anew_with_each_operation_that_completes():
-    counts, watchdog = iter([(0, 2), (0, 2), (1, 1), (1, 1)]), ExitWatchdog()
-    engine = SimpleNamespace(counts=lambda: next(counts, (1, 1)), waiting=lambda age_s: [])
-    engine.abort = lambda text: watchdog.left.set()
+@pytest.mark.parametrize("is_early", [False, True])
+def test_the_limit_begins_anew_with_each_operation_that_completes(is_early):
+    """In any of the worlds, all of which fail; not after an error of the program."""
+    completed = ((number, 1) for number in itertools.count()) if is_early else iter([(0, 2), (0, 2), (1, 1), (1, 1)])
+    watchdog, aborted = ExitWatchdog(), []
+    idle = SimpleNamespace(counts=lambda: (0, 1), waiting=lambda age_s: [], abort=aborted.append)
+    engine = SimpleNamespace(counts=lambda: next(completed, (1, 1)), waiting=lambda age_s: [])
+    engine.abort = lambda text: aborted.append(text) or watchdog.left.set()
     began = time.monotonic()
-    watchdog.leaving(1.0, lambda: [engine], "", is_early=False)
+    watchdog.leaving(1.0, lambda: [idle, engine], "text", is_early)
     assert watchdog.left.wait(patient(10))
-    assert time.monotonic() - began > 1.15  # the operation completes at the second look, 0.2 s after the beginning
+    assert aborted == ["text"] * 2
+    assert is_early or time.monotonic() - began > 1.15  # it completes at the second look, 0.2 s after the beginning
+
+
+LATE = Waiting("s0/1", "barrier", 1.0, 0.0, (1,), False)
+
+
+def test_what_else_prolongs_the_limit(monkeypatch, setting):
+    """MXNet that computes, for some time, while nothing is pending; late workers, unless the limit was set."""
+    clock = itertools.count()
+    times = {name: lambda: next(clock) for name in ("process_time", "monotonic")}
+    monkeypatch.setattr(exit_module, "time", SimpleNamespace(**times))
+
+    def prolongs(pending, late, busy_s=99):
+        engine, busy = SimpleNamespace(counts=lambda: (3, pending), waiting=lambda age_s: late), Deadline(busy_s)
+        return len({exit_module._progress([engine], 1.0, busy) for _ in range(2)}) == 2
+
+    assert prolongs(0, []) and not prolongs(0, [], busy_s=0) and not prolongs(1, [])
+    assert prolongs(1, [LATE])
+    assert not any(prolongs(1, [replace(LATE, **each)]) for each in ({"announced_by_all": True}, {"name": "~left"}))
+    setting(KVHVD_EXIT_TIMEOUT="1")
+    assert not prolongs(1, [LATE])
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

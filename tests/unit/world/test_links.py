@@ -28,13 +28,10 @@ pytestmark = pytest.mark.timeout(90)
 @pytest.fixture
 def listeners():
     with contextlib.ExitStack() as stack:
-
-        def make():
-            listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-            listener.setblocking(False)
-            return listener
-
-        yield [make() for _ in range(3)]
+        made = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
+        for each in made:
+            each.setblocking(False)
+        yield made
 
 
 def worlds(listeners, ranks_by_host=((2, 0), (1, 4), (3,)), secrets=(b"s", b"s", b"s"), **fields):
@@ -58,18 +55,15 @@ def connect(listeners, worlds):
 
 
 def check_connected(results):
-    sockets = [[socket.socket(fileno=fd) if fd >= 0 else None for fd in row] for row in results]
+    fds = {(a, b): fd for a, row in enumerate(results) for b, fd in enumerate(row)}
+    assert all((fd < 0) == (a == b) for (a, b), fd in fds.items())
     with contextlib.ExitStack() as stack:
-        for a, row in enumerate(sockets):
-            for b, one in enumerate(row):
-                assert (one is None) == (a == b)
-                if one is not None:
-                    stack.enter_context(one).sendall(bytes([a, b]))
-        for a, row in enumerate(sockets):
-            for b, one in enumerate(row):
-                if one is not None:
-                    one.settimeout(LONG_S)
-                    assert one.recv(2) == bytes([b, a])
+        ends = {pair: stack.enter_context(socket.socket(fileno=fd)) for pair, fd in fds.items() if fd >= 0}
+        for pair, one in ends.items():
+            one.sendall(bytes(pair))
+        for pair, one in ends.items():
+            one.settimeout(LONG_S)
+            assert one.recv(2) == bytes(reversed(pair))
 
 
 def test_a_leader_without_descriptors_waits_for_them(listeners, scarce):
@@ -195,12 +189,17 @@ def test_addresses_that_do_not_answer(listeners, setting, monkeypatch):
             check_connected(connect(listeners, of_all))
 
 
-def test_addresses(listeners, setting):
+def test_addresses(listeners, setting, monkeypatch):
     port = listeners[0].getsockname()[1]
     assert all(each.endswith(f":{port}") for each in own_addresses(listeners[0]))
+    assert len({each.startswith("127.") for each in own_addresses(listeners[0])}) == 1  # of no use beside others
     for chosen in ("lo", "127.0.0.0/8", "127.9.9.9/8", "nothing0,lo"):
         setting(KVHVD_NETWORK_INTERFACES=chosen)
         assert own_addresses(listeners[0]) == [f"127.0.0.1:{port}"]
+    monkeypatch.setattr(links, "_listeners", {})
+    (address,) = own_addresses()
+    with links._listener() as own:  # listens there only
+        assert "{}:{}".format(*own.getsockname()) == address
     setting(KVHVD_NETWORK_INTERFACES="nothing0")
     with pytest.raises(LaunchError, match="may use: nothing0"):
         own_addresses(listeners[0])

@@ -116,13 +116,13 @@ def test_a_stranger_changes_nothing(pool, garbage):
 
 
 def test_a_peer_with_another_secret_is_no_peer(pool, monkeypatch):
-    first, second = worlds(2)
+    first, second = worlds(2, elsewhere=1)
     name = socket_name(first)
     monkeypatch.setattr(meeting, "socket_name", lambda world: name)  # it found the name out
     wrong = dataclasses.replace(second, secret=b"x" * 32)
     leader = start(pool, first)
     intruder = start(pool, wrong, timeout_s=0.3)
-    with pytest.raises(LaunchError, match="rank 0 did not arrive"):
+    with pytest.raises(LaunchError, match=r"\[rank 2/3\] rank 1 did not arrive"):
         intruder.result(LONG_S)
     assert not leader.done()
     assert same_file(leader, start(pool, second))
@@ -188,37 +188,39 @@ def test_missing_ranks_are_named_on_every_rank_that_came(pool):
     told = r"(?s)^\[rank 2/6\] ranks 4-5 did not arrive within 0.5 s.*arrived: ranks 2-3.*KVHVD_START_TIMEOUT"
     with pytest.raises(LaunchError, match=told):
         leader.result(LONG_S)
-    with pytest.raises(LaunchError, match=r"(?s)^\[rank 3/6\] the start failed.*ranks 4-5 did not arrive"):
+    with pytest.raises(LaunchError, match=r"(?s)^\[rank 3/6\] the start failed.*ranks 4-5 did not.*Fix: .*KVHVD_ST"):
         second.result(LONG_S)
 
 
 def test_a_peer_that_ends_meanwhile_is_named_at_once(pool):
-    three = worlds(3)
+    three = worlds(3, elsewhere=1)
     leader = start(pool, three[0])
     with connect(socket_name(three[0])) as peer:
         hello(peer, three[0], 2, 4711, peer.recv(100)[6:])
-    with pytest.raises(LaunchError, match=r"rank 2 \(pid 4711\) ended while"):
+    with pytest.raises(LaunchError, match=r"rank 3 \(pid 4711\) ended while"):
         leader.result(LONG_S)
 
 
 def test_two_processes_of_one_rank(pool):
-    three = worlds(3)
+    three = worlds(3, elsewhere=1)
     leader = start(pool, three[0])
     twins = [start(pool, three[1]), start(pool, three[1])]
     while not any(twin.done() for twin in twins):
         threading.Event().wait(0.005)
     failed = next(twin for twin in twins if twin.done())
-    with pytest.raises(LaunchError, match="rank 1 has already joined from another process"):
+    with pytest.raises(LaunchError, match="rank 2 has already joined from another process"):
         failed.result()
+    with pytest.raises(LaunchError, match="another process is this rank of the job already"):
+        start(pool, three[0]).result(LONG_S)
     rest = [twin for twin in twins if twin is not failed]
     assert same_file(leader, *rest, start(pool, three[2]))
 
 
 def test_versions_that_differ_are_named_on_every_rank(pool):
-    three = worlds(3)
+    three = worlds(3, elsewhere=1)
     futures = [start(pool, world, version=version) for world, version in zip(three, ["1.0", "1.1", "1.0"])]
     for future in futures:
-        with pytest.raises(LaunchError, match=r"(?s)different versions.*1\.0: ranks 0, 2.*1\.1: rank 1"):
+        with pytest.raises(LaunchError, match=r"(?s)different versions.*1\.0: ranks 1, 3.*1\.1: rank 2"):
             future.result(LONG_S)
 
 

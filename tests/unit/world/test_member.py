@@ -3,6 +3,8 @@
 import contextlib
 import errno
 import logging
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,9 +49,11 @@ def test_errors_that_nobody_has_read_are_told_once(fake, held):
     mine.check()
 
 
-def test_an_error_from_before_the_world_was_lost_comes_first(fake):
+@pytest.mark.parametrize("held", [0, 1])
+def test_an_error_from_before_the_world_was_lost_comes_first(fake, held):
     """It may be why the others have left."""
     mine = process.current().member
+    mine.hold_unread(held)
     fake.adapter.unread.append(InputFailedError("'first': its input failed."))
     fake.failure = PeerLostError("rank 1 died.")
     with pytest.raises(InputFailedError, match="'first'"):
@@ -91,19 +95,14 @@ def test_a_world_takes_open_files(monkeypatch, hosts, takes):
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (
-            OSError(errno.EMFILE, "memfd_create: Too many open files"),
-            r"needs: memfd_create: .*\.\n  Fix: .*ulimit -n",
-        ),
+        (OSError(errno.EMFILE, "memfd_create: Too many open files"), r"needs: memfd_create: .*\.\n  Fix: .*ulimit -n"),
         (OSError(errno.EIO, "mmap: I/O error"), r"needs: mmap: I/O error\.\n  Fix: .*dmesg"),
         (RuntimeError("can't start new thread"), r"needs: a thread\.\n  Fix: .*ulimit -u"),
     ],
 )
 def test_what_the_system_refuses_has_a_fix(error, told):
-    with (
-        pytest.raises(LaunchError, match=told),
-        segment.refusals_explained(Topology.of(0, [Host.here()], source="alone")),
-    ):
+    place = Topology.of(0, [Host.here()], source="alone")
+    with pytest.raises(LaunchError, match=told), segment.refusals_explained(place):
         raise error
 
 
@@ -117,11 +116,16 @@ def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one():
     mine.check()
 
 
-def test_who_leaves_waits_for_its_operations_for_the_timeout_only(fake):
-    """Longer than that there are only those that may wait for others for any time."""
-    fake.is_pending = True
+@pytest.mark.parametrize(
+    ("name", "settings", "asked"), [("s0/1", {}, 3), ("s0/1", {"KVHVD_TIMEOUT": "9"}, 1), ("~left", {}, 1)]
+)
+def test_who_leaves_waits_beyond_the_timeout_for_workers_that_compute_only(fake, setting, name, settings, asked):
+    """Not where the timeout was set, nor for operations that may wait for others for any time."""
+    setting(**settings)
+    fake.pending, fake.waiting = [True] * 2, lambda age_s: [SimpleNamespace(name=name)]
     assert process.current()._leave("") == []
-    assert fake.left == ["it left while its operations were pending"]
+    assert fake.left == ["" if asked == 3 else "it left while its operations were pending"]
+    assert len(fake.pending) == max(2 - asked, 0)
 
 
 @pytest.mark.parametrize("where", ["operations", "mxnet", "afterwards"])
@@ -153,6 +157,47 @@ def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(fake, voided, is_
     mine.member.world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
     mine._on_lost(voided, "worker 1 died")
     assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
+
+
+def test_a_world_whose_workers_do_not_meet_is_followed_by_the_launchers_next_one(fake, monkeypatch):
+    """Which may be lost already."""
+    place, lost = Topology.of(0, [Host.here()], source="launcher"), LaunchError("rank 1 is late.\n  Fix: see it.")
+    first, second = (World(place, "fake", b"", unreached=[1], lost=lambda: "why", meeting=each) for each in range(2))
+    mine = process.current()
+    monkeypatch.setattr(mine._member, "join", Mock(side_effect=[lost, None]))
+    mine.control = Mock(**{"next_world.return_value": second})
+    mine._join(first)
+    mine.control.next_world.assert_called_once_with("meeting", "rank 1 is late. Fix: see it.", [1])
+    mine.control.joined.assert_called_once_with(second)
+    assert fake.left == ["abort: why"]
+    monkeypatch.setattr(process, "control_connection", lambda: mine.control)
+    with pytest.raises(ValueError, match="the launcher chooses the workers"):
+        process.Process().init([0])
+
+
+@pytest.mark.parametrize(("path", "is_waiting"), [("DYNAMIC", False), ("t", True)])
+def test_a_timeline_that_does_not_begin_with_the_job(fake, setting, caplog, path, is_waiting):
+    setting(KVHVD_TIMELINE=path)
+    mine = process.current()
+    mine.member.is_waiting = is_waiting
+    mine._record_from_start()
+    assert not mine._recorder.is_recording
+    assert ("which came later, is not in it" in caplog.text) == is_waiting
+
+
+def test_the_world_of_a_process_set(monkeypatch):
+    """Its workers with their hosts and processes; a worker that is not in it is alone."""
+    worlds = []
+    monkeypatch.setattr(Member, "join", lambda member, world: worlds.append(world))
+    for rank in (3, 0):
+        about = {"generation": 5, "pids": (1, 2, 3, 4)}
+        outer = Topology.of(rank, [Host(name, name) for name in "abab"], source="launcher", **about)
+        SetMember([1, 2, 3], 7).join_within(World(outer, "job", b"", unreached=[2]), 9)
+    inner, alone = (world.topology for world in worlds)
+    assert (inner.rank, inner.hosts, inner.pids, inner.all_ranks) == (2, ("b", "a", "b"), (2, 3, 4), (1, 2, 3))
+    assert (alone.hosts, alone.pids, alone.all_ranks, alone.is_member) == (("a",), (1,), (0,), False)
+    for world in worlds:
+        assert (world.topology.generation, world.job, world.index, world.unreached) == (5, "job.set7", 9, [])
 
 
 @pytest.mark.parametrize("interrupted", [0, 1])

@@ -1,5 +1,6 @@
 """Timelines without other workers: the parts, the trace that is made of them, and the life of a recording."""
 
+import contextlib
 import os
 import re
 import signal
@@ -9,10 +10,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, KVHvdError
 from kvstore_hvd.native import TimelineEvent
 from kvstore_hvd.timeline import Header, PartWriter, has_ended, main, part_path, read_header, write_trace
-from kvstore_hvd.world.recorder import Recorder
+from kvstore_hvd.world.recorder import Recorder, _text
 from kvstore_hvd.world.topology import Host, Topology
 from support.timeline import Trace, parts_of
 
@@ -202,23 +203,31 @@ def test_a_file_is_made_and_nothing_else_is_left(tmp_path):
         assert not recorder.is_recording
         assert Trace(target).ranks() == [0]
         assert os.listdir(tmp_path) == ["t"]
-    for bad in (".", "a\0b", None, "x" * 300):
+    for bad in (".", "a\0b", None, b"t", "\ud800", "x" * 300):
         with pytest.raises(InvalidRequestError, match=r"(?s)\[rank 0/1\] start_timeline: .*\n  Fix: "):
             recorder.start(bad, False, None, ALONE)
         assert not recorder.is_recording
 
 
 def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, caplog):
-    busy = Mock(**{"take_timeline.return_value": ([event()], 0)})  # has always completed an operation
     recorder = Recorder()
-    recorder.start(tmp_path / "t", False, None, ALONE)
-    recorder.joined(busy, ALONE)
-    recorder._part._file.close()
-    recorder._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
-    recorder.finish()
-    assert not recorder.is_recording
-    busy.stop_timeline.assert_called()
-    assert re.search(r"(?s)No space left.*python -m kvstore_hvd\.timeline merge", caplog.text)
+    for end in (recorder.finish, lambda: recorder.stop(None, ALONE)):
+        busy = Mock(**{"take_timeline.return_value": ([event()], 0)})  # has always completed an operation
+        recorder.start(tmp_path / "t", False, None, ALONE)
+        recorder.joined(busy, ALONE)
+        recorder._part._file.close()
+        recorder._part._file = open("/dev/full", "wb", buffering=0)  # noqa: SIM115 - the recording closes it
+        with contextlib.nullcontext() if end == recorder.finish else pytest.raises(KVHvdError) as raised:
+            end()
+        assert not recorder.is_recording
+        busy.stop_timeline.assert_called()
+        text = str(raised.value) if raised else caplog.text
+        assert re.search(r"(?s)No space left.*python -m kvstore_hvd\.timeline merge", text)
     recorder.start(tmp_path / "next", False, None, ALONE)
+    recorder.joined(Mock(**{"take_timeline.return_value": ([], 3)}), ALONE)
     recorder.finish()
-    assert (tmp_path / "next").stat().st_size > 0
+    assert Trace(tmp_path / "next").about["lost_operations"] in (3, 6, 9)  # as often as it was asked
+    assert "the timeline has gaps" in caplog.text
+    text = _text(Topology.of(1, [Host.here()] * 3, source="single"), "stop_timeline", ["", "full.", "gone."], "look.")
+    told = "the timeline cannot be recorded.\n  rank 1: full.\n  rank 2: gone.\n  Fix: look."
+    assert text == f"[rank 1/3] stop_timeline: {told}"

@@ -42,26 +42,20 @@ class World(FakeConnection):
 
 
 class Stage:
-    def __init__(self, records, rank=0, size=4, check_s=60.0, shutdown_s=0.0, **of_set):
-        self.world, self.records = World(), records
+    def __init__(self, log, rank=0, size=4, check_s=60.0, shutdown_s=0.0, **of_set):
+        self.world, self.log = World(), log
         topology = Topology.of(rank, [Host.here()] * size, source="launcher", **of_set)
         self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
 
     def look(self, now):
-        del self.records[:]
+        self.log.clear()
         assert self.inspector.look(now)
-        return list(self.records)
+        return self.log.messages
 
 
 @pytest.fixture
-def stage():
-    records = []
-    handler = logging.Handler()
-    handler.emit = lambda record: records.append(record.getMessage())
-    logger = logging.getLogger("kvstore_hvd")
-    logger.addHandler(handler)
-    yield functools.partial(Stage, records)
-    logger.removeHandler(handler)
+def stage(caplog):
+    return functools.partial(Stage, caplog)
 
 
 def waiting(key, age_s, late=(1,), by_all=False):
@@ -100,14 +94,21 @@ def test_a_process_set_is_named_with_its_ranks_among_all(stage):
 def test_the_report_names_operations_ranks_and_processes(stage):
     here = stage()
     here.world.answer = [waiting(0, 61), waiting(1, 62.4, (1, 3)), waiting(2, 59)]
+    here.world.pids = {3: 0}  # it has never joined
     (text,) = here.look(0)
     assert text.splitlines() == [
         "rank 0 has waited 62 s for other workers.",
         "  allreduce 'w1' (key 1): 62 s, submitted by ranks 0, 2, not by ranks 1, 3",
         "  allreduce 'w0' (key 0): 61 s, submitted by ranks 0, 2-3, not by rank 1",
         f"  rank 1 (node, pid {os.getpid()}): see its own report",
-        f"  rank 3 (node, pid {os.getpid()}): see its own report",
+        "  rank 3 (node, pid 0)",
     ]
+    here.world.answer = [waiting(0, 62, (1, 2))]  # another one is late, too
+    assert [len(here.look(now)) for now in (1, 2)] == [1, 0]
+    large = stage(size=12)
+    large.world.answer = [waiting(key, 61, range(1, 11)) for key in range(8)]
+    lines = large.look(0)[0].splitlines()
+    assert (lines[7], lines[16:]) == ("  ... and 2 more", ["  ... and 2 more"])
 
 
 def test_to_wait_for_workers_with_more_input_is_no_stall(stage, caplog):
@@ -151,7 +152,15 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage):
         assert not any(here.look(now) for now in range(100)), "nobody is stopped: it is only busy"
         here.world.pids = {2: stopped.pid}
         (text,) = here.look(100)
+        here.world.answer = []
+        here.look(101)
+        here.world.answer = None
+        again = [here.look(now) for now in range(102, 160)]
+        other = stage(2)  # rank 0 waits, too, and cannot say so
+        other.world.pids, other.world.answer = {0: stopped.pid}, [waiting(0, 61)]
+        told = other.look(0)
         stopped.kill()
+    assert told and not any(again), "it is blocked again, and not for long"
     assert text.startswith("rank 0 has been blocked in the engine for 100 s")
     assert f"kill -CONT {stopped.pid}" in text
 
@@ -163,10 +172,10 @@ def test_the_shutdown_time_fails_the_world_with_the_same_text(stage, check_s):
     assert len(here.look(0)) == (check_s == 60.0)
     assert not here.world.left
     assert not here.inspector.has_given_up
-    here.world.answer = [waiting(1, 61), waiting(0, 90)]
+    here.world.answer = [waiting(1, 90, (3,)), waiting(0, 90.4)]
     here.look(30)
     (text,) = here.world.left
-    assert text.startswith("abort: rank 0 waited 90 s, longer than the stall shutdown time, for rank 1\n")
+    assert text.startswith("abort: rank 0 waited 90 s, longer than the stall shutdown time, for ranks 1, 3\n")
     assert "allreduce 'w0' (key 0): 90 s, submitted by ranks 0, 2-3, not by rank 1" in text
     assert here.inspector.has_given_up
     here.world.failure = PeerLostError("lost")
@@ -204,8 +213,8 @@ def test_a_report_that_fails_ends_the_reports_only(stage):
     here = stage(check_s=0.02)
     here.world.answer = 5
     here.inspector.start()
-    until(lambda: threads() == before and here.records)
-    assert here.records == ["there will be no more stall reports: TypeError: 'int' object is not iterable"]
+    until(lambda: threads() == before and here.log.messages)
+    assert here.log.messages == ["there will be no more stall reports: TypeError: 'int' object is not iterable"]
 
 
 def test_stacks_are_bounded_and_leave_out_our_own_threads():
