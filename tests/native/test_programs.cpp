@@ -53,16 +53,17 @@ std::vector<Step> steps_of(std::mt19937& all, unsigned size, std::size_t largest
                                 Collective::kBroadcast, Collective::kExchange,  Collective::kReduceScatter};
   constexpr std::size_t kBorders[]{0, 1, 3, 15, 16, 17, 511, 512, 513, 1024, 1025, 16384, 100003, 1 << 20};
   std::vector<Step> steps(1 + all() % 24);
+  const bool are_gradients = all() % 2 == 0;  // all summed in place, so that several travel together
   for (std::size_t i = 0; i < steps.size(); ++i) {
     Step& one = steps[i];
-    one.collective = kKinds[all() % 6];
+    one.collective = are_gradients ? Collective::kAllreduce : kKinds[all() % 6];
     one.name = "t" + std::to_string(i);
-    const std::size_t border = kBorders[all() % 14], any = all() % (1U << all() % 18);
+    const std::size_t border = kBorders[all() % 14], any = all() % (1U << (are_gradients ? 15 : all() % 18));
     one.count = std::min(all() % 4 == 0 ? border : any, largest);
     one.root = static_cast<int>(all() % size);
     one.odd_one = all() % 10 == 0 && size > 1 ? static_cast<int>(all() % size) : -1;
-    one.is_in_place =
-        all() % 2 == 0 && (one.collective == Collective::kAllreduce || one.collective == Collective::kBroadcast);
+    const bool may_be = one.collective == Collective::kAllreduce || one.collective == Collective::kBroadcast;
+    one.is_in_place = are_gradients || (all() % 2 == 0 && may_be);
     one.weights = one.collective == Collective::kAllreduce && all() % 3 == 0 ? 1 + all() % 3 : 0;
     if (one.collective == Collective::kExchange) one.count /= 4;
   }
@@ -83,7 +84,7 @@ void run_program(Engine& engine, Arena& arena, int rank, const Placement& placem
     one.given = one.received = one.count;
     const auto tensor = static_cast<std::uint32_t>(i);
     // A third of the tensors everywhere in arenas, a third nowhere, a third here and there.
-    const bool in_arena = i % 3 == 0 || (i % 3 == 1 && own() % 2 == 0);
+    const bool in_arena = i % 3 == 0 || (i % 3 == 1 && own() % 4 != 0);
     std::vector<Part> parts;
     if (one.collective == Collective::kExchange) {
       one.given = one.sent_before(place, size);

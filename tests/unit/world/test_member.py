@@ -119,8 +119,11 @@ def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one():
 @pytest.mark.parametrize(
     ("name", "settings", "asked"), [("s0/1", {}, 3), ("s0/1", {"KVHVD_TIMEOUT": "9"}, 1), ("~left", {}, 1)]
 )
-def test_who_leaves_waits_beyond_the_timeout_for_workers_that_compute_only(fake, setting, name, settings, asked):
+def test_who_leaves_waits_beyond_the_timeout_for_workers_that_compute_only(
+    fake, monkeypatch, setting, name, settings, asked
+):
     """Not where the timeout was set, nor for operations that may wait for others for any time."""
+    monkeypatch.delenv("KVHVD_TIMEOUT", raising=False)
     setting(**settings)
     fake.pending, fake.waiting = [True] * 2, lambda age_s: [SimpleNamespace(name=name)]
     assert process.current()._leave("") == []
