@@ -3,6 +3,7 @@
 The launcher is a fake that decides nothing. How workers start and end is in test_elastic_launcher and test_launcher_*.
 """
 
+import os
 import re
 import select
 import signal
@@ -179,6 +180,9 @@ assert refused(b'\\0\\0\\0\\2\\0\\0\\0\\0[]')
 assert refused(b'\\0\\0\\0\\x0d\\0\\0\\0\\0{"t":"enter"}')
 assert refused(b'\\0\\x20\\0\\0\\0\\0\\0\\0')  # as many bytes are to follow
 """
+    files = f"/proc/{launcher.daemon.pid}/fd"
+    launcher.next("beat")
+    before = len(os.listdir(files))
     launcher.start(1, FINISHED + "print(hear(line))")
     launcher.next("from", 1)
     launcher.start(0, program + FINISHED)
@@ -187,6 +191,7 @@ assert refused(b'\\0\\x20\\0\\0\\0\\0\\0\\0')  # as many bytes are to follow
     launcher.send("to", worker=1, message={"t": "lost", "generation": 0, "text": "still here"})
     assert launcher.next("exited", 1)["code"] == 0
     assert b"still here" in launcher.written[1, 1]
+    assert len(os.listdir(files)) == before
 
 
 # -- Ends -----------------------------------------------------------------------------------------------------------

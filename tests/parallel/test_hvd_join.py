@@ -80,7 +80,7 @@ def test_uneven_allreduces(rank, size, dtype):
             expected = np.full((3, 5), 2 * present / size, dtype)
             np.testing.assert_allclose(hvd.allreduce(x, prescale_factor=0.5, postscale_factor=2).asnumpy(), expected)
     if rank == size - 1:
-        x = mx.nd.array([2, 3, 5], dtype=dtype)
+        x = mx.nd.array([-2, -3, -5], dtype=dtype)
         for op in (hvd.Min, hvd.Max, hvd.Product):
             np.testing.assert_array_equal(hvd.allreduce(x, op=op).asnumpy(), x.asnumpy())
     assert hvd.join() == size - 1

@@ -106,6 +106,11 @@ def test_the_jobs_checkpoint(job_checkpoint, monkeypatch, tmp_path, caplog):
     one.commit()
     checkpoint.finish()
     assert "was not written, the last one stays: save: the state cannot be written" in caplog.text
+    newcomer = state(step=6)
+    assert checkpoint.resume(newcomer, is_newcomer=True) == ""
+    newcomer.commit()
+    checkpoint.finish()
+    assert kept(tmp_path) == 6
 
 
 def test_only_the_first_run_of_a_process_loads_the_checkpoint(job_checkpoint, monkeypatch, tmp_path):
