@@ -173,7 +173,7 @@ def test_what_was_started_before_kvhvdrun_goes_on():
 
 @pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
 def test_a_launcher_that_is_stopped_and_continued_goes_on(start, options):
-    """For longer than it may be silent. Ctrl-Z and fg stop the workers with it; without replacements they go on alone."""
+    """For longer than it may be silent. Ctrl-Z and fg stop the workers with it; else they go on without it."""
     is_elastic = "--min" in options
     job = start(options, "say(f'{os.getpid()}\\n'); wait_for('go')", KVHVD_LEASE="2").until_printed("\n", 2)
     pids = [job.process.pid, *(int(line.split()[-1]) for line in job.out.splitlines())]

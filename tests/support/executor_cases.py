@@ -55,6 +55,8 @@ def in_place(world: Ranks, new: New, given: list[Any], count: int, *how: Any, **
 
 
 class ExecutorCases:
+    many = 3
+
     @pytest.mark.parametrize("size", [1, 3])
     def test_allreduce_of_a_batch(self, ranks: Make, new: New, size: int) -> None:
         """One array into two others, one of which is larger than the staging memory."""
@@ -78,17 +80,19 @@ class ExecutorCases:
                 for n, raw in enumerate(result):
                     np.testing.assert_array_equal(raw, combined([each[n] for each in given], dtype, "sum"), dtype)
 
+    @pytest.mark.parametrize("size", [1, 2])
     @pytest.mark.parametrize("dtype", ["float16", "float32", "int32"])
-    def test_ops_and_scales(self, ranks: Make, new: New, dtype: str) -> None:
-        world = ranks(2)
+    def test_ops_and_scales(self, ranks: Make, new: New, dtype: str, size: int) -> None:
+        world = ranks(size)
         for op, scales, count in [
             ("average", (0.5, 0.25), 33),
-            ("average", (2.0, 4.0), 100_000),
+            ("average", (2.0, 4.0), 300_000),
+            ("sum", (0.5, 0.25), 600_000),
             ("min", (0.5, 0.25), 100_000),
             ("max", (0.5, 0.25), 33),
             ("product", (2.0, 4.0), 100_000),
         ]:
-            given = [samples(rank, count, dtype) for rank in range(2)]
+            given = [samples(rank, count, dtype) for rank in range(size)]
             if dtype == "int32":
                 given = [(raw.view(np.int32) % 1000).view(np.uint8) for raw in given]
             expected = combined(given, dtype, op, *scales)
@@ -113,21 +117,36 @@ class ExecutorCases:
         for result in ranks(2).run(work):
             np.testing.assert_array_equal(result, combined(given, "float32", "sum"))
 
+    def test_many_batches_under_way(self, ranks: Make, new: New) -> None:
+        counts = [1, 33, 5000, 100_000] * 10
+        given = [[samples(rank, count, "float32", n) for n, count in enumerate(counts)] for rank in range(self.many)]
+
+        def work(rank: int, executor: Executor) -> list[Any]:
+            arrays = [new(raw) for raw in given[rank]]
+            batches = [[device_operation([each.address], [each.address], n)] for each, n in zip(arrays, counts)]
+            for steps in [executor.start("allreduce", batch) for batch in batches]:
+                finish(steps)
+            return [each.content.copy() for each in arrays]
+
+        for result in ranks(self.many).run(work):
+            for raw, *parts in zip(result, *given):
+                np.testing.assert_array_equal(raw, combined(parts, "float32", "sum"))
+
     def test_broadcast(self, ranks: Make, new: New) -> None:
         world = ranks(3)
-        for root, count in [(0, 1), (2, 5000), (1, STAGING + 3)]:
-            given = samples(root, count, "uint8")
+        for root, count, dtype in [(0, 1, "uint8"), (2, 5000, "float16"), (1, STAGING + 3, "uint8")]:
+            given, unit = samples(root, count, dtype), native.ITEM_BYTES[dtype]
 
             def work(rank: int, executor: Executor) -> Any:
-                outputs = [empty(new, count, 1), empty(new, count)]
-                small, source = new(np.array([7 + rank], np.uint8)), new(given, 3)
+                outputs = [empty(new, count * unit, 1), empty(new, count * unit)]
+                small, source = new(np.full(unit, 7 + rank, np.uint8)), new(given, 3)
                 inputs = [source.address] if rank == root else [0]
                 batch = [
-                    device_operation(inputs, [each.address for each in outputs], count, "uint8", root=root),
-                    device_operation([small.address], [small.address], 1, "uint8", root=root),
+                    device_operation(inputs, [each.address for each in outputs], count, dtype, root=root),
+                    device_operation([small.address], [small.address], 1, dtype, root=root),
                 ]
                 finish(executor.start("broadcast", batch))
-                assert small.content[0] == 7 + root
+                assert (small.content == 7 + root).all()
                 return [array.content.copy() for array in outputs]
 
             for result in world.run(work):
@@ -137,10 +156,10 @@ class ExecutorCases:
     def test_exchange_of_uneven_parts(self, ranks: Make, new: New) -> None:
         """As alltoall: rank r sends ``(r + s) % 3`` units of some bytes to rank s, each in two parts."""
         world = ranks(3)
-        for unit in (3, 90_001):
+        for unit, dtype in ((3, "uint8"), (90_004, "float16")):
             units = [[(r + s) % 3 * unit for s in range(3)] for r in range(3)]
-            counts = [sum(row) for row in units]
-            given = [samples(rank, counts[rank], "uint8") for rank in range(3)]
+            counts = [sum(row) // native.ITEM_BYTES[dtype] for row in units]
+            given = [samples(rank, counts[rank], dtype) for rank in range(3)]
 
             def work(rank: int, executor: Executor) -> Any:
                 parts, place = [], 0
@@ -150,7 +169,7 @@ class ExecutorCases:
                     place += size
                 source, target = new(given[rank], 5), empty(new, place, 1)
                 more: Any = {"parts": parts, "contributed": counts[rank]}
-                request = device_operation([source.address], [target.address], max(counts), "uint8", **more)
+                request = device_operation([source.address], [target.address], max(counts), dtype, **more)
                 finish(executor.start("exchange", [request, request]))
                 return target.content.copy()
 
@@ -162,19 +181,21 @@ class ExecutorCases:
         world = ranks(3)
         for counts, op, scales in [
             ((3, 5, 0), "sum", (0.5, 2.0)),
-            ((4, 4, 4), "max", (1.0, 1.0)),
+            ((4, 4, 4), "sum", (0.5, 4.0)),
+            ((4, 4, 4), "sum", (1.0, 1.0)),
+            ((3, 6, 3), "max", (1.0, 1.0)),
             ((300_001, 200_000, 99_999), "sum", (1.0, 1.0)),
         ]:
             total = sum(counts)
             given = [samples(rank, total, "float32") for rank in range(3)]
 
             def work(rank: int, executor: Executor) -> Any:
-                source, target = new(given[rank]), empty(new, 4 * counts[rank])
-                parts = [(rank, 4 * sum(counts[:rank]), 4 * counts[rank], 0)]
+                source, target = new(given[rank]), empty(new, 4 * (rank + counts[rank]))
+                parts = [(rank, 4 * sum(counts[:rank]), 4 * counts[rank], 4 * rank)]
                 places = [source.address], [target.address]
                 request = device_operation(*places, total, "float32", op, *scales, parts=parts)
                 finish(executor.start("reducescatter", [request]))
-                return target.content.copy()
+                return target.content[4 * rank :].copy()
 
             result = np.concatenate(world.run(work))
             np.testing.assert_array_equal(result, combined(given, "float32", op, *scales))
@@ -205,6 +226,7 @@ class ExecutorCases:
             are_waiting.wait(patient(30))
             # Every worker aborts when it hears that the world is lost.
             executor.abort()
+            executor.stream.synchronize()  # nothing runs any more, but the array has no sum
             with pytest.raises(TransportError):
                 finish(steps)
 

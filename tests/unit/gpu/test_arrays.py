@@ -36,7 +36,7 @@ def test_types_that_do_not_travel(typestr):
 def test_only_arrays_without_gaps_in_the_order_of_c():
     for shape, strides in [((2, 3), (12, 4)), ((1, 3), (999, 4)), ((0, 3), (1, 1)), ((), ())]:
         assert device_array(Interface(shape=shape, strides=strides)).shape == shape
-    for shape, strides in [((2, 3), (4, 8)), ((2, 3), (24, 4)), ((3,), (-4,)), ((3,), (0,))]:
+    for shape, strides in [((2, 3), (4, 8)), ((2, 3), (24, 4)), ((3,), (-4,)), ((3,), (0,)), ((2,), (6,))]:
         with pytest.raises(InvalidRequestError, match=r"ascontiguousarray"):
             device_array(Interface(shape=shape, strides=strides))
 
@@ -63,7 +63,12 @@ def test_dlpack(cuda):
     found = device_array(array)
     assert (found.address, found.shape, found.dtype, found.device) == (0x2040, (4, 5), "bfloat16", 3)
     assert array.streams == [1] == [found.stream]
+    assert device_array(DLPack(2, 32, (1,), kind=13)).device == 3
     for refused, error, fact in [
+        (Interface(mask=array), InvalidRequestError, "has a mask"),
+        (Interface(stream=0), InvalidRequestError, "stream 0, which is ambiguous"),
+        (Interface(data=(0x1002, False)), InvalidRequestError, "0x1002 is no multiple of the 4 bytes"),
+        (Interface(shape=(-1, -2)), InvalidRequestError, "no array of shape"),
         (DLPack(6, 8, (1,)), UnsupportedDtypeError, "cannot send dtype"),
         (DLPack(2, 32, (1,), lanes=4), UnsupportedDtypeError, "32 bits of DLPack's kind 2, 4 lanes"),
         (DLPack(2, 32, (1,), kind=1), InvalidRequestError, "on a device of type 1"),

@@ -7,6 +7,8 @@ import pytest
 
 from kvstore_hvd import log, native
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.gpu.kernels import EXCHANGE_KERNEL
+from kvstore_hvd.gpu.nccl_executor import NcclExecutor
 from kvstore_hvd.gpu.ring_executor import RingExecutor
 from kvstore_hvd.gpu.runtime import Device
 from kvstore_hvd.gpu.staged_executor import StagedExecutor
@@ -15,6 +17,7 @@ from kvstore_hvd.world.gpus import create_executor
 from kvstore_hvd.world.topology import Host, Topology
 from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.fake_cuda import COMPILER, FakeDevice, fake_cuda, host_kernels
+from support.fake_nccl import FakeNccl
 from support.gpu_ranks import Exchange, HostArray, on_ranks
 
 
@@ -65,8 +68,8 @@ def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_onc
     assert {type(one) for one in made} == {RingExecutor}
     close_all(made)
     log._logged.clear()
-    cuda.peers = lambda own, other: False
-    made = make_all(engines(2))
+    cuda.peers = lambda own, other: (own, other) != (0, 2)
+    made = make_all(engines(3))
     assert {type(one) for one in made} == {StagedExecutor}
     (text,) = (each for each in caplog.messages if "copied to the host" in each)
     assert "no NCCL 2.18" in text
@@ -75,7 +78,7 @@ def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_onc
 
 
 def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda):
-    cuda.devices[1] = FakeDevice(b"x" * 16, "Old GPU", (5, 2))
+    cuda.devices[1] = FakeDevice(b"x" * 16, "Old GPU", (6, 1))
     world = engines(3)
 
     def make(rank):
@@ -85,12 +88,13 @@ def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda):
 
     for rank, text in enumerate(on_ranks(3, make)):
         assert text.startswith(f"[rank {rank}/3] rank 1 cannot use the GPU.\n  rank 1:\n  Old GPU")
+        assert "(compute capability 6.1) is too old" in text
 
 
 class KernelRanks(Ranks):
     """On the stand-in, with the real kernels: two ranks share a GPU, more have one each."""
 
-    def __init__(self, size):
+    def __init__(self, size, cuda):
         self.size, self.kind = size, "kernels"
         exchange = Exchange(size)
         ordinals = [0 if size == 2 else each for each in range(size)]
@@ -98,10 +102,23 @@ class KernelRanks(Ranks):
         self.executors = on_ranks(
             size, lambda rank: RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
         )
+        limits = [each.modules.limits(EXCHANGE_KERNEL, "int8") for each in self.executors]
+        assert {each.sharers for each in limits} == {2 if size == 2 else 1}
+
+
+class NcclRanks(Ranks):
+    def __init__(self, size, cuda):
+        self.size, self.kind, self.nccl = size, "nccl", FakeNccl(cuda, size)
+        devices, how = [Device.of(each, "here") for each in range(size)], (STAGING, 60.0, 20.0)
+        self.executors = on_ranks(size, lambda r: NcclExecutor(self.nccl, "ab" * 128, r, size, devices[r], r, *how))
+
+    def close(self):
+        super().close()
+        assert (self.nccl.live, len(self.nccl.ops)) == (set(), 4)
 
 
 class StagedRanks(Ranks):
-    def __init__(self, size):
+    def __init__(self, size, cuda):
         self.size, self.kind, self._engines = size, "staged", Engines(size)
         self.executors = on_ranks(size, lambda rank: StagedExecutor(self._engines.of(rank), rank, rank, 60.0))
 
@@ -116,7 +133,7 @@ class Cases(ExecutorCases):
     @pytest.fixture
     def ranks(self, machine):
         with contextlib.ExitStack() as stack:
-            yield lambda size: stack.enter_context(contextlib.closing(self.kind(size)))
+            yield lambda size: stack.enter_context(contextlib.closing(self.kind(size, machine)))
         assert not machine.memory
         assert not machine.events
 
@@ -133,6 +150,10 @@ class TestKernels(Cases):
     def machine(self):
         with host_kernels(), fake_cuda() as machine:
             yield machine
+
+
+class TestNccl(TestKernels):
+    kind = NcclRanks
 
 
 class TestStaged(Cases):

@@ -5,14 +5,17 @@ import sys
 from types import ModuleType, SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
-from kvstore_hvd.errors import ConfigError, LaunchError
+from kvstore_hvd.errors import ConfigError, LaunchError, TransportError
 from kvstore_hvd.gpu import kernels, launcher, nccl, runtime
-from kvstore_hvd.gpu.nccl import Config, UniqueId
+from kvstore_hvd.gpu.nccl import Config, NcclCommunicator, UniqueId
 from kvstore_hvd.gpu.runtime import Device, shared
 from kvstore_hvd.world.gpus import choose_path
-from support.fake_cuda import CUDARuntimeError, FakeDevice, fake_cuda
+from support.fake_cuda import CUDARuntimeError, fake_cuda
+from support.fake_nccl import FakeNccl
+from support.patience import until
 
 
 def stand_in(error=""):
@@ -43,13 +46,9 @@ def test_what_is_missing_is_said(monkeypatch, driver, module, text):
         runtime.cupy()
 
 
-def test_devices_that_are_too_old_or_not_there():
-    with fake_cuda() as cuda:
-        cuda.devices[1] = FakeDevice(b"x" * 16, "Old GPU", (6, 1))
-        with pytest.raises(LaunchError, match=r"Old GPU \(compute capability 6.1\) is too old"):
-            Device.of(1, "here")
-        with pytest.raises(LaunchError, match="sees 8 GPUs, but an array is on GPU 8"):
-            Device.of(8, "here")
+def test_a_device_that_is_not_there():
+    with fake_cuda(), pytest.raises(LaunchError, match="sees 8 GPUs, but an array is on GPU 8"):
+        Device.of(8, "here")
 
 
 def devices(*uuids, nccl=22304, host="here"):
@@ -118,3 +117,20 @@ def test_a_library_that_is_no_nccl_is_refused(setting):
         setting(KVHVD_NCCL_LIBRARY=path)
         with pytest.raises(ConfigError, match=rf"KVHVD_NCCL_LIBRARY=.*cannot be used: .*{why}"):
             nccl.library()
+
+
+@pytest.mark.parametrize(
+    ("results", "error", "text"),
+    [
+        ({"ncclCommInitRankConfig": 3}, LaunchError, r"2.23.4: the ranks cannot meet: result 3.(.|\n)*PATH=staged"),
+        ({"ncclAllGather": 3}, TransportError, "NCCL 2.23.4: ncclAllGather failed: result 3"),
+        ({"ncclCommGetAsyncError": 7}, TimeoutError, "not finished the ranks' meeting within 0 s"),
+    ],
+)
+def test_what_nccl_says_is_told_and_ends_the_communicator(results, error, text):
+    with fake_cuda() as cuda:
+        library = FakeNccl(cuda, 1)
+        library.results, place = results, np.zeros(8).ctypes.data
+        with pytest.raises(error, match=text):
+            NcclCommunicator(library, "ab" * 128, 0, 1, 0, 0.0).all_gather(place, place, 8)
+        until(lambda: error is TransportError or not library.live)
