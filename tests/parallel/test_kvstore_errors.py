@@ -162,6 +162,7 @@ def test_a_lost_world(world, rank, size):
     assert x.asnumpy().tolist() == [[size * size] * 2] * 2
 
 
+@pytest.mark.sizes
 def test_shutdown_and_start_again(world, rank, size):
     """After `shutdown` operations raise ShutdownError; `init` meets the others in a fresh world.
 
