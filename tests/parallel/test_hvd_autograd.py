@@ -97,6 +97,18 @@ def test_broadcast(kind, rank, size):
             check(kind, rank, size, shape, lambda x, root=root: hvd.broadcast(x, root), together)
 
 
+@pytest.mark.needs(3)
+def test_broadcast_within_a_process_set(dynamic, rank, size):
+    members = hvd.add_process_set(range(1, size))
+    if rank > 0:
+        x = array(np.ones(2, "float32"))
+        x.attach_grad()
+        with mx.autograd.record():
+            y = hvd.broadcast(x, 1, process_set=members) * rank
+        y.backward()
+        assert x.grad.asnumpy().tolist() == [(rank == 1) * sum(range(size))] * 2
+
+
 @pytest.mark.parametrize(("op", "rows"), [("Sum", 1), ("Average", 5)])
 def test_reducescatter(kind, rank, size, op, rows):
     """The gradients of all shares, one after the other; some ranks may have no rows."""

@@ -159,18 +159,19 @@ def test_process_sets_are_recorded(target, rank, size, dynamic):
     kvstore_hvd.start_timeline(target, mark_cycles=True)
     later = hvd.add_process_set([1, 2])
 
-    def once():
-        for each in (before, later):
+    def once(*sets):
+        for each in sets:
             if each.included():
                 hvd.allreduce(mx.nd.ones((7,)), name="x", process_set=each).wait_to_read()
 
-    once()
+    once(before, later)
     numbers = [each.process_set_id for each in (before, later)]
     hvd.remove_process_set(before)
     total(size, "after")
+    once(later)
     meet_again()
     before = hvd.add_process_set([0, 1])
-    once()
+    once(before, later)
     numbers.append(before.process_set_id)
     kvstore_hvd.stop_timeline()
     trace = Trace(target)
@@ -179,7 +180,7 @@ def test_process_sets_are_recorded(target, rank, size, dynamic):
         rows = {name: trace.row(r, name) for name in trace.names(r) if name.endswith(": x")}
         assert {name: len(spans) for name, spans in rows.items()} == {
             f"process set {number}: x": length
-            for number, members, length in zip(numbers, ([0, 1], [1, 2], [0, 1]), (2, 4, 2))
+            for number, members, length in zip(numbers, ([0, 1], [1, 2], [0, 1]), (2, 6, 2))
             if r in members
         }
         for spans in rows.values():

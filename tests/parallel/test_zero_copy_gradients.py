@@ -34,6 +34,9 @@ def test_gradients_that_were_there_before_move(rank, size, name):
     born = built("dense")
     assert are_in_arena(born) == [size > 1] * 4
     assert all((gradient == 0).all() for gradient in gradients(born))
+    for dtype in ("float16", "float64"):
+        born.cast(dtype)
+        assert are_in_arena(born) == [size > 1] * 4
     with zero_copy(False):
         net = built("dense")
     assert are_in_arena(net) == [False] * 4

@@ -65,7 +65,9 @@ def test_flags_of_graphs_are_read_as_mxnet_does(monkeypatch, value):
     flags = [("static_alloc", True), ("static_shape", value)]
     data = mx.sym.var("data")
     mx.nd.CachedOp(data + 1, flags)  # which refuses what it does not know
+    mx.nd.CachedOp(data + 2, flags[:1])
     is_static = str(value).lower() in ("1", "true")
+    assert graph.may_keep_gradients(True) == is_static
     assert graph.has_static_shape(flags) == is_static
     assert graph.checked_flags(data, flags) == flags
     assert graph.checked_flags(mx.sym.var(graph.SYNC_BATCH_NORM), flags) == (flags[:1] if is_static else flags)

@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from kvstore_hvd import mxnet_compat
+from kvstore_hvd.config import config
 from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError, PeerLostError
 from kvstore_hvd.world import member as member_module
 from kvstore_hvd.world import process, segment
@@ -176,6 +177,15 @@ def test_a_world_whose_workers_do_not_meet_is_followed_by_the_launchers_next_one
     monkeypatch.setattr(process, "control_connection", lambda: mine.control)
     with pytest.raises(ValueError, match="the launcher chooses the workers"):
         process.Process().init([0])
+
+
+def test_variables_are_read_again_where_a_world_is_joined(alone, setting, monkeypatch):
+    mine = process.current()
+    for seconds in (7, 8):
+        monkeypatch.setenv("KVHVD_TIMEOUT", str(seconds))
+        mine.init()
+        assert config().timeout_s == seconds
+        mine.shutdown()
 
 
 @pytest.mark.parametrize(("path", "is_waiting"), [("DYNAMIC", False), ("t", True)])
