@@ -251,11 +251,14 @@ def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
             with mx.autograd.record():
                 loss = loss_of(nets, step, rank)
             loss.backward()
+        before = [each.grad().asnumpy() for each in trained]
         if who == "apart":
             trainer.allreduce_grads()
             trainer.update(1, ignore_stale_grad=True)
         else:
             trainer.step(size if who == "store" else 1, ignore_stale_grad=True)
+        if step == 3:  # nobody takes part
+            assert all((each.grad().asnumpy() == was).all() for each, was in zip(trained, before))
         with mx.autograd.record():
             losses = [loss_of(models, step, worker) for worker in range(size) if takes_part(step, worker)]
         if losses:
