@@ -216,7 +216,7 @@ const bool closed_connection = testing::add("a closed connection that a child ho
     pause();
     _exit(0);
   }
-  doorbell.sleep(true, true);  // finds both
+  doorbell.sleep(true, true);        // finds both
   shutdown(sockets[1][0], SHUT_WR);  // so that the other end stays readable
   close(sockets[1][0]);
   close(sockets[0][1]);
