@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -10,9 +11,9 @@ import pytest
 
 from kvstore_hvd import native
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import ConfigError, InputFailedError, PeerLostError, TransportError
+from kvstore_hvd.errors import ConfigError, InputFailedError, KVHvdError, PeerLostError, TransportError
 from kvstore_hvd.world import segment
-from support.patience import patient
+from support.patience import patient, until
 
 
 def test_changes_replace_defaults_by_name(setting):
@@ -128,3 +129,17 @@ def test_nothing_is_under_way_after_ctrl_c():
         theirs.wait(work)
     theirs.shutdown()
     ours.shutdown()
+
+
+def test_hosts_that_cannot_meet_say_why_at_once():
+    hosts, names, sockets = [[0], [1]], [("a", 1), ("b", 2)], socket.socketpair()
+    links = []
+    for host, end in enumerate(sockets):
+        segment = native.Segment.create(1, host=host, hosts=hosts, processes=names)
+        connections = [end.detach() if other != host else -1 for other in range(2)]
+        how = 600.0, 600.0, f"build {host}", native.DTYPES["float32"]
+        links.append(native.Link(segment, native.tcp_transport(connections), *how))
+    for link in links:
+        with pytest.raises(KVHvdError, match="run different versions of kvstore_hvd"):
+            until(lambda link=link: not link.missing())
+        link.give_up()
