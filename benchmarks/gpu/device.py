@@ -250,8 +250,11 @@ class Said(list[str]):
 def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     """Return the results, and the tables of them."""
     bench, text = Bench(options), Said()
-    results: dict[str, Any] = {"device": bench.device.name, "multiprocessors": bench.device.multiprocessors}
-    results["failed"] = []
+    results: dict[str, Any] = {
+        "device": bench.device.name,
+        "multiprocessors": bench.device.multiprocessors,
+        "failed": [],
+    }
     results["copy"] = bench.copies()
     text.append(f"{bench.device.name}: copies move {bench.bandwidth / 1e12:.2f} TB/s (read and written)")
 

@@ -52,10 +52,6 @@ def discover(comm: Any = None) -> World:
     ranks, communicator = _split(comm)
     has_mpi = initialised_mpi() is not None or (known.mpi_launch is not None and known.mpi_launch.size != 1)
     world: World | None = None
-    if communicator is not None and (known.size or 0) > 1 and communicator.Get_size() <= 1:
-        fact = f"kvhvdrun started {known.size} workers without MPI: the communicator given to init() has size 1."
-        fix = "call init() without comm (or with a list of ranks), or start with mpirun."
-        raise LaunchError(message(fact, fix=fix))
     if communicator is None and (known.rank is not None or known.size is not None):
         world = _launcher_world(known, ranks)
     elif communicator is not None or has_mpi:
@@ -162,6 +158,11 @@ def _mpi_world(launch: MPILaunch | None, communicator: Any, ranks: tuple[int, ..
     if not isinstance(chosen, mpi.Comm) or chosen == mpi.COMM_NULL or chosen.Is_inter():
         fix = "pass MPI.COMM_WORLD, one split from it, or ranks."
         raise InvalidRequestError(message("comm must be an intracommunicator.", fix=fix))
+    started = config().size or 1
+    if started > 1 and chosen.size == 1:
+        fact = f"kvhvdrun started {started} workers without MPI: the communicator given to init() has size 1."
+        fix = "call init() without comm (or with a list of ranks), or start with mpirun."
+        raise LaunchError(message(fact, fix=fix))
     if ranks is not None:
         _check_ranks(ranks, everybody.size)
         if everybody.rank not in ranks:

@@ -209,7 +209,7 @@ def failure_of(copy: Path, tests: list[str], *arguments: str) -> str:
     found = next(filter(None, (re.search(pattern, output) for pattern in NAMES)), None)
     if not found and folder == "native" and codes[0] < 0 and codes[0] != -signal.SIGKILL:
         return f"{name} was ended by {signal.Signals(-codes[0]).name}"
-    return found[1] or found[0] if found else f"(no test, codes {codes})"
+    return (found[1] or found[0]) if found else f"(no test, codes {codes})"
 
 
 def run(job: Job) -> Outcome:

@@ -179,7 +179,7 @@ def test_a_launcher_that_is_stopped_and_continued_goes_on(start, options):
     pids = [job.process.pid, *(int(line.split()[-1]) for line in job.out.splitlines())]
     job.process.send_signal(signal.SIGTSTP if is_elastic else signal.SIGSTOP)
     job.until(lambda: [status_of(pid)[0] == "T" for pid in pids] == [True, is_elastic, is_elastic], "stopped processes")
-    time.sleep(3.0)
+    time.sleep(3.0)  # longer than the lease
     job.process.send_signal(signal.SIGCONT)
     assert job.go().end().err == ""
 

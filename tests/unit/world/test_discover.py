@@ -152,7 +152,7 @@ def test_ranks_that_are_given(monkeypatch):
 
 def fake_mpi(monkeypatch, vendor="Open MPI", version=(5, 0, 11)):
     answers = {"get_vendor.return_value": (vendor, version), "Is_finalized.return_value": False}
-    mpi = Mock(COMM_WORLD=Mock(size=1), **answers)
+    mpi = Mock(COMM_WORLD=Mock(size=1), Comm=Mock, **answers)
     monkeypatch.setitem(sys.modules, "mpi4py", Mock(MPI=mpi))
     monkeypatch.setattr(discover_module, "finalise_mpi_at_exit", lambda mpi: None)  # this process has no MPI
     return mpi
@@ -174,8 +174,12 @@ def test_a_world_of_one_under_a_launcher_of_more(monkeypatch):
         fake_mpi(monkeypatch, version=version)
         with pytest.raises(LaunchError, match="MPI world size is 1"):
             discover(monkeypatch, {"OMPI_VERSION": "", "OMPI_MCA_orte_hnp_uri": "1"})
+
+
+def test_a_communicator_of_one_under_kvhvdrun(monkeypatch):
+    fake_mpi(monkeypatch)
     with pytest.raises(LaunchError, match=r"given to init\(\) has size 1"):
-        discover(monkeypatch, LAUNCHED, Mock(**{"Get_size.return_value": 1}))
+        discover(monkeypatch, LAUNCHED, Mock(size=1, **{"Is_inter.return_value": False}))
 
 
 @pytest.mark.parametrize(

@@ -226,7 +226,8 @@ def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, cap
     recorder.start(tmp_path / "next", False, None, ALONE)
     recorder.joined(Mock(**{"take_timeline.return_value": ([], 3)}), ALONE)
     recorder.finish()
-    assert Trace(tmp_path / "next").about["lost_operations"] in (3, 6, 9)  # as often as it was asked
+    lost = Trace(tmp_path / "next").about["lost_operations"]
+    assert lost > 0 and lost % 3 == 0  # each time that it was asked
     assert "the timeline has gaps" in caplog.text
     text = _text(Topology.of(1, [Host.here()] * 3, source="single"), "stop_timeline", ["", "full.", "gone."], "look.")
     told = "the timeline cannot be recorded.\n  rank 1: full.\n  rank 2: gone.\n  Fix: look."

@@ -1,5 +1,6 @@
 """What the stall report says, and when; with a world that is told what to answer, and a clock that is set by hand."""
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -143,7 +144,11 @@ def test_the_lowest_rank_that_waits_speaks(stage):
 def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage):
     # The system has cut the name of that process inside of a character.
     program = "open('/proc/self/comm', 'w').write(8 * 'é'); print(flush=True); import time; time.sleep(600)"
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as stopped:
+    with (
+        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as stopped,
+        contextlib.ExitStack() as stack,
+    ):
+        stack.callback(stopped.kill)
         stopped.stdout.readline()
         stopped.send_signal(signal.SIGSTOP)
         assert os.WIFSTOPPED(os.waitpid(stopped.pid, os.WUNTRACED)[1])
@@ -159,7 +164,6 @@ def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage):
         other = stage(2)  # rank 0 waits, too, and cannot say so
         other.world.pids, other.world.answer = {0: stopped.pid}, [waiting(0, 61)]
         told = other.look(0)
-        stopped.kill()
     assert told and not any(again), "it is blocked again, and not for long"
     assert text.startswith("rank 0 has been blocked in the engine for 100 s")
     assert f"kill -CONT {stopped.pid}" in text
