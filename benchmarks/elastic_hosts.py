@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 
 import train
 from common import ROOT, describe, median_ratio, shape, summary, table, write
-from elastic_faults import NO_LIMIT, SAMPLES, last_step_before, next_step, settle
+from elastic_faults import NO_LIMIT, last_step_before, next_step, settle
 from hosts.network import LEASE_S, SHELL, HostsJob, Network
 from ranks import kvhvdrun, this_python
 
@@ -244,7 +244,7 @@ def times_of(row: Row, runs: int) -> dict[str, Any]:
                 settle(job, WORKERS, -1)
                 job.finish()
                 job.end()
-                assert_all_right(job, SAMPLES)
+                assert_all_right(job)
             finally:
                 job.close()
     place = list(ROWS.values()).index(row)

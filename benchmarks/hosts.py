@@ -49,10 +49,10 @@ def be_a_rank(name: str, repetitions: int) -> None:
     arrays, requests = [], []
     for place, count in enumerate(counts):
         address = arena.allocate(4 * count)
-        arrays.append(np.frombuffer((ctypes.c_char * (4 * count)).from_address(address), np.float32))
-        array = [address]
+        arrays.append(np.ctypeslib.as_array((ctypes.c_float * count).from_address(address)))
+        at = [address]
         requests.append(
-            native.Request("allreduce", f"{place}", f"{place}", array, array, [count], "float32", priority=-place)
+            native.Request("allreduce", f"{place}", f"{place}", at, at, [count], "float32", priority=-place)
         )
     prepared = engine.prepare(requests[0], None, None)
 
@@ -118,8 +118,8 @@ def main() -> None:
         return
     run, rows = describe(), []
     large = {size for size in options.sizes if size == "resnet" or int(size) > 1 << 20}
-    times = {size: options.repetitions // (2 if size in large else 1) for size in options.sizes}
-    jobs = [("--rank", size, "--repetitions", times[size]) for size in options.sizes]
+    repetitions = {size: options.repetitions // (2 if size in large else 1) for size in options.sizes}
+    jobs = [("--rank", size, "--repetitions", repetitions[size]) for size in options.sizes]
     version, told = start_over_hosts(__file__, list(map(int, options.ranks.split(","))), options.rate, jobs)
     samples = dict(zip(options.sizes, told))
     for size, of in samples.items():

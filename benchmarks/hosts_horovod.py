@@ -101,8 +101,9 @@ def be_the_floor(sizes: list[str], repetitions: int, folder: Path) -> None:
     if rank == 0:
         connection = socket.create_server(("", FLOOR_PORT)).accept()[0]
     else:
-        while not (connection := connected()):
+        while not (found := connected()):
             sleep(0.1)
+        connection = found
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for size in sizes:
         count = sum(map(prod, shapes_of_resnet50(False))) if size in GRADIENTS else int(size) // 4
@@ -150,24 +151,26 @@ def main() -> None:
 
     from support.launchers import Launcher, environment, mpirun, with_tests
 
-    own, rows, shell = mpirun(), [], [ROOT / "tests/support/remote_shell.py", 2222]
+    own, rows, shell, port = mpirun(), [], ROOT / "tests/support/remote_shell.py", 2222
+    assert own is not None, "an mpirun beside this interpreter is needed"
     answer = subprocess.run([options.mpirun, "--version"], capture_output=True, text=True, check=True).stdout
     version = re.sub("mpirun |[()]", "", answer.splitlines()[0])
     theirs = Launcher("mpirun", (str(options.mpirun),), version, own.environment)
-    run, launches = describe(), {column: [] for column in COLUMNS}
+    run = describe()
+    launches: dict[str, list[Samples]] = {column: [] for column in COLUMNS}
 
     def start(mpi: Launcher, *program: object) -> None:
         job = network.mpirun(mpi, [2, 2], *program, **ONE_THREAD, **COLUMNS[column])
         assert job.wait(TIMEOUT_S) == 0, (network.folder / "err").read_text()
 
     def start_by_tcp(hosts: str, *program: object) -> None:
-        words = [*network.beside, sys.executable, "-m", "kvstore_hvd.launch", "--rsh-command", shell[0]]
+        words = [*network.beside, sys.executable, "-m", "kvstore_hvd.launch", "--rsh-command", shell]
         words += ["-H", hosts, sys.executable, *program]
-        variables = {**with_tests(environment()), **ONE_THREAD, "KVHVD_TEST_SHELL_PORT": str(shell[1])}
+        variables = {**with_tests(environment()), **ONE_THREAD, "KVHVD_TEST_SHELL_PORT": str(port)}
         subprocess.run(list(map(str, words)), env=variables, check=True, timeout=TIMEOUT_S)
 
     with tempfile.TemporaryDirectory() as folder, Network(Path(folder), 2) as network:
-        network.serve(shell[1])
+        network.serve(port)
         program = [Path(__file__).resolve(), "--repetitions", options.repetitions, *options.sizes, "--rank"]
         for column in (column for n in range(options.launches) for column in list(COLUMNS)[:: -1 if n % 2 else 1]):
             if column == "ours":
@@ -182,9 +185,9 @@ def main() -> None:
             launches[column].append(slowest([load_samples(Path(folder), rank) for rank in ranks]))
     for size in options.sizes:
         values = [joined(of)[size] for of in launches.values()]
-        best = [min(map(each, values[2:5])) for each in (median, min)]
-        compared = (*values[:2], values[5])
-        ratios = [each(of) / least for of in compared for each, least in zip((median, min), best)]
+        compared, theirs_of = (*values[:2], values[5]), values[2:5]
+        best = min(map(median, theirs_of)), min(map(min, theirs_of))
+        ratios = [found / least for of in compared for found, least in zip((median(of), min(of)), best)]
         times = [f"{time_text(median(of))} ({time_text(min(of))})" for of in values]
         rows.append([size if size in GRADIENTS else size_text(int(size)), *times, *map(ratio_text, ratios)])
     head = ["us: median (min)", *COLUMNS, "ours/best", "of minima", "TCP/best", "of minima", "floor/best", "of minima"]

@@ -47,12 +47,11 @@ def be_a_rank(repetitions: int) -> None:
 
     engine, arena = process.current().member.engine(), process.current().member.arena
     assert arena is not None
-    requests = []
-    for place, shape in enumerate(shapes_of_resnet50(with_biases=False)):
-        array = [arena.allocate(4 * int(np.prod(shape)))]
-        count = [int(np.prod(shape))]
+    counts, requests = [int(np.prod(shape)) for shape in shapes_of_resnet50(with_biases=False)], []
+    for place, count in enumerate(counts):
+        array = [arena.allocate(4 * count)]
         requests.append(
-            native.Request("allreduce", f"{place}", f"{place}", array, array, count, "float32", priority=-place)
+            native.Request("allreduce", f"{place}", f"{place}", array, array, [count], "float32", priority=-place)
         )
 
     def step(backward_s: float) -> None:
@@ -69,14 +68,14 @@ def be_a_rank(repetitions: int) -> None:
         call(*arguments)  # type: ignore[operator]
         seconds = time.perf_counter() - start
         kvstore_hvd.barrier()
-        return MPI.COMM_WORLD.allreduce(seconds, MPI.MAX)
+        return float(MPI.COMM_WORLD.allreduce(seconds, MPI.MAX))
 
     step(0.0)
     told: dict[str, list[float]] = {str(s): [timed(step, s) for _ in range(repetitions)] for s in BACKWARDS_S}
     small = np.ones(1, np.float32)
     told["hop"] = [timed(kvstore_hvd.allreduce, small, "small") for _ in range(50)]
     if MPI.COMM_WORLD.rank == 0:
-        sys.stdout.write(json.dumps({**told, "bytes": sum(4 * request.count for request in requests)}) + "\n")
+        sys.stdout.write(json.dumps({**told, "bytes": 4 * sum(counts)}) + "\n")
 
 
 def step_s(hosts: int, backward_s: float, size: int, rate: float, hop_s: float) -> float:

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ class Bench:
         segments = [[Segment(memory.address, 0, nbytes)] for memory in data]
         inputs = outputs = [[] for _ in data] if way == "twoshot" and not latency else segments
         tables = ranks.prepare(inputs, outputs)
-        clock, best = Clock(ranks.stream), None
+        clock = Clock(ranks.stream)
+        best: dict[str, Any] = {}
         limits = ranks.modules.limits(name, "float32")
         most = kernels.ring_channels(nbytes, ranks.slot_vectors, limits) if way == "ring" else limits.blocks(nbytes)
         choices = [0] if latency else sorted({max(1, most // part) for part in (1, 2, 4)})
@@ -134,14 +136,13 @@ class Bench:
                 ranks.launch(name, FLOAT, tables, inputs, outputs, nbytes, blocks)
 
             samples = clock.samples(enqueue, self.repetitions, 20 if latency else 1)
-            if best is None or statistics.median(samples) < best["seconds"]["median"]:
+            if not best or statistics.median(samples) < best["seconds"]["median"]:
                 best = {"blocks": blocks, "seconds": summary(samples)}
         if any(ranks.statuses()):
             raise RuntimeError(f"{name} of {size} ranks ended early: {ranks.statuses()}")
         ranks.close()
         for memory in data:
             memory.close()
-        assert best is not None
         floor = 2 * size * nbytes / self.bandwidth
         return {
             "ranks": size,
@@ -275,7 +276,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     results["large"] = []
     for way in ("twoshot", "ring"):
         for size in bench.sizes:
-            found = attempt(f"{way} of {size}", lambda w=way, n=size: bench.allreduce(n, w, bench.large, False))
+            found = attempt(f"{way} of {size}", partial(bench.allreduce, size, way, bench.large, False))
             results["large"] += [found] if found else []
     rows = [
         [
@@ -295,7 +296,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     for size in bench.sizes:
         for nbytes in (4, 1 << 10, 16 << 10, 64 << 10, 256 << 10):
             for way in ("oneshot", "twoshot"):
-                found = attempt(way, lambda w=way, n=size, b=nbytes: bench.allreduce(n, w, b, True))
+                found = attempt(way, partial(bench.allreduce, size, way, nbytes, True))
                 results["small"] += [found] if found else []
     rows = [
         [f"{each['way']}, {each['ranks']} ranks, {size_text(each['bytes'])}", f"{each['seconds']['median'] * 1e6:.1f}"]
@@ -314,7 +315,7 @@ def measure(options: argparse.Namespace) -> tuple[dict[str, Any], str]:
     for way, sizes in (("kernels", bench.sizes), ("nccl", options.nccl_ranks)):
         for size in sizes:
             for nbytes in (4, 64 << 10, MIB, 16 * MIB, bench.large):
-                found = attempt(f"{way} of {size}", lambda w=way, n=size, b=nbytes: bench.executors(n, b, w))
+                found = attempt(f"{way} of {size}", partial(bench.executors, size, nbytes, way))
                 if found is None:
                     break
                 results["executors"].append(found)
