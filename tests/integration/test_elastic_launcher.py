@@ -119,12 +119,11 @@ def test_hosts_come_and_go(start, tmp_path):
     hosts.write_text("localhost:2\n")
     job = start(f"--min-np 1 --reset-limit 2 --host-discovery-script 'cat {hosts}'")
     job.until_joined(0, 1)
-    hosts.unlink()
-    job.until_event("discovery_failed")
-    hosts.write_text("localhost:2\n127.0.0.2:2\n")
-    job.until_joined(0, 1, 2, 3)
-    hosts.write_text("127.0.0.2:2\n")
-    job.until_joined(2, 3)
+    for number, text in enumerate(("localhost:2\n127.0.0.2:2\n", "127.0.0.2:2\n"), 1):
+        hosts.unlink()
+        job.until(lambda times=number: job.err.count("the host discovery script") == times, "the news of a failure")
+        hosts.write_text(text)
+        job.until_joined(after=number - 1)
     assert [entry["result"] for entry in job.events("updated")] == [2, 1]
     job.until(lambda: len(job.events("worker_exited")) == 2, "the end of those that leave")
     assert {entry["worker"]: entry["code"] for entry in job.events("worker_exited")} == {0: 0, 1: 0}

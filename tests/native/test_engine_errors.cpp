@@ -2,10 +2,12 @@
 // a rank has left; ranks are threads.
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <vector>
 
 #include "base/process.hpp"
@@ -37,6 +39,12 @@ const bool mismatches =
           {"ranks disagree on gradient compression.\n  none: ranks 0-1, 3    fp16: rank 2\n  Nothing was changed. "
            "Fix: call set_gradient_compression with the same type on every rank.",
            [](Request& r) { r.as_half = true; }},
+          {"ranks disagree on the kind of memory.\n  CPU: ranks 0-1, 3    GPU: rank 2\n",
+           [](Request& r) { r.on_device = true; }},
+          {"ranks disagree on prescale.\n  1: ranks 0-1, 3    0.5: rank 2\n", [](Request& r) { r.prescale = 0.5; }},
+          {"ranks disagree on postscale.\n  1: ranks 0-1, 3    0.5: rank 2\n", [](Request& r) { r.postscale = 0.5; }},
+          {"ranks disagree on the other arrays of the group.\n  group 0: ranks 0-1, 3    group 8: rank 2\n",
+           [](Request& r) { r.group = 8; }},
       };
       with_world(4, [&](Engine& engine, int rank) {
         for (const Case& one : cases) {
@@ -72,16 +80,27 @@ const bool invalid = testing::add("wrong requests fail, and nobody waits for the
       const Status status = engine.run(allreduce(std::string(bytes, 'x'), data));
       check(status.code() == (is_valid ? ErrorCode::kOk : ErrorCode::kInvalid), "a name: " + status.text());
     }
-    Request rootless = allreduce("x", data);
-    rootless.collective = Collective::kBroadcast;
-    rootless.root = 1;
-    check(engine.run(std::move(rootless)).code() == ErrorCode::kInputFailed, "foreign root");
-    Request inputless = allreduce("x", data);
-    inputless.inputs.clear();
-    check(engine.run(std::move(inputless)).code() == ErrorCode::kInputFailed, "no input");
-    Request negative = allreduce("x", data);
-    negative.weight = -2.0;
-    check(engine.run(std::move(negative)).code() == ErrorCode::kInputFailed, "a weight below 0");
+    constexpr auto kReduce = Collective::kAllreduce, kCopy = Collective::kBroadcast, kTake = Collective::kExchange;
+    const std::tuple<const char*, Collective, std::function<void(Request&)>> wrong[] = {
+        {"foreign root", kCopy, [](Request& r) { r.root = 1; }},
+        {"two inputs", kCopy, [](Request& r) { r.inputs.push_back(r.inputs[0]); }},
+        {"no input", kReduce, [](Request& r) { r.inputs.clear(); }},
+        {"no output", kReduce, [](Request& r) { r.outputs.clear(); }},
+        {"a weight below 0", kReduce, [](Request& r) { r.weight = -2.0; }},
+        {"no number", kReduce, [](Request& r) { r.weight = std::nan(""); }},
+        {"an infinite weight", kReduce, [](Request& r) { r.weight = HUGE_VAL; }},
+        {"two outputs", kTake, [](Request& r) { r.outputs.push_back(r.outputs[0]); }},
+        {"more than the most", kTake, [](Request& r) { r.contributed = 4; }},
+        {"a part of no rank", kTake, [](Request& r) { r.parts = {Part{-1, 0, 4, 0}}; }},
+        {"a part behind the end", kTake, [](Request& r) { r.parts = {Part{0, 16, 4, 0}}; }},
+        {"a part that ends in an element", kTake, [](Request& r) { r.parts = {Part{0, 0, 6, 0}}; }},
+    };
+    for (const auto& [what, collective, change] : wrong) {
+      Request request = allreduce("x", data);
+      request.collective = collective;
+      change(request);
+      check(engine.run(std::move(request)).code() == ErrorCode::kInputFailed, what);
+    }
   });
 });
 
@@ -110,17 +129,19 @@ const bool first_failure = testing::add("what failed a world first stays its fai
 });
 
 const bool leaving = testing::add("a rank that left is named by those who still need it, and by nobody else", [] {
-  with_world(3, [&](Engine& engine, int rank) {
+  with_world(4, [&](Engine& engine, int rank) {
     check(barrier(engine).ok(), "the barrier");
     auto pending = values_of(rank, 10), data = values_of(rank, 10);
-    if (rank != 2) std::this_thread::sleep_for(std::chrono::milliseconds(300));
+    if (rank != 3) std::this_thread::sleep_for(std::chrono::milliseconds(300));
     const auto work = engine.submit(allreduce("pending", pending));
-    if (rank == 2) engine.shutdown();
+    if (rank == 3) engine.shutdown();
     check(engine.wait(*work).ok(), "what it has submitted is completed: " + work->status().text());
-    if (rank == 2) return;
+    if (rank == 3) return;
+    while (rank == 2 && engine.health().ok()) std::this_thread::yield();  // it may share the leaver's host
     const Status status = engine.run(allreduce("gone", data));
     check(status.code() == ErrorCode::kPeerLost, status.text());
-    check(contains(status.text(), "left in good order"), status.text());
+    const std::string leaver = "rank 3 (testhost, pid " + std::to_string(getpid()) + ") left in good order";
+    check(contains(status.text(), leaver), status.text());
     check(contains(status.text(), " is waiting in allreduce 'gone'"), status.text());
   });
 });
@@ -166,6 +187,7 @@ const bool completed = testing::add("what one rank has completed when it ends th
           const Status status = engine.wait(*work);
           if (rank == round % size) engine.shutdown("the user starts over");
           check(status.code() == one.code, std::string(one.name) + ": " + status.text());
+          check_equal(engine.bytes_in_place(), one.in_arena ? 4 * one.count : 0U, std::string(one.name) + " in place");
           if (one.code != ErrorCode::kOk) return;
           if (one.in_arena) std::copy_n(shared, one.count, data.begin());
           check(same_bits(data,
@@ -200,9 +222,9 @@ const bool sets = testing::add("messages of a process set name it, and its ranks
         status = engine.run(std::move(other));
         check(contains(status.text(), "ranks disagree on root.\n  4: ranks 0, 4    5: rank 5"), status.text());
         Request failed = allreduce("f", data);
-        if (rank == 1) failed.input_failure = "it failed";
+        if (rank > 0) failed.input_failure = "it failed";
         status = engine.run(std::move(failed));
-        check(contains(status.text(), "\n  rank 4: it failed\n"), status.text());
+        check(contains(status.text(), "\n  rank 4: it failed\n  rank 5: it failed\n"), status.text());
         if (rank == 1) {
           while (engine.health().ok()) std::this_thread::yield();
           return;
@@ -255,6 +277,7 @@ const bool leaving_with_work =
               const auto work = engine.submit(allreduce("alone", data));
               engine.shutdown();
               check(work->done() && work->status().latches(), "failed");
+              check(engine.health().latches(), "it stays lost");
             } else {
               while (engine.health().ok()) std::this_thread::yield();
             }

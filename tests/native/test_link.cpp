@@ -115,6 +115,26 @@ const bool tables = testing::add("a table of hosts that fits no world is refused
   }
 });
 
+const bool names = testing::add("ranks of other hosts are named by their own numbers, hosts and processes", [] {
+  std::vector<std::pair<std::string, int>> processes;
+  std::vector<int> of_all, there;
+  for (int rank = 0; rank < 12; ++rank) {
+    processes.emplace_back("n" + std::to_string(rank), 100 + rank);
+    of_all.push_back(20 + rank);
+    if (rank != 1) there.push_back(rank);
+  }
+  const auto segment = Segment::create(1, 0, {}, {7, 40, of_all}, std::nullopt, {0, {{1}, there}, processes});
+  World& world = segment->world();
+  std::string eight;
+  for (const int rank : {0, 2, 3, 4, 5, 6, 7, 8}) {
+    eight += (rank == 0 ? "" : ", ") + ("rank " + std::to_string(20 + rank)) + " (n" + std::to_string(rank) + ", pid " +
+             std::to_string(100 + rank) + ")";
+  }
+  testing::check_equal(describe_members(world, there), eight + " and ranks 29-31", "all of the other host");
+  testing::check_equal(describe_members(world, {1}), std::string("rank 21 (never joined)"), "of this one");
+  testing::check_equal(describe_host(world, 1), std::string("host n0 (ranks 20, 22-31)"), "the other host");
+});
+
 }  // namespace
 }  // namespace kvstore_hvd
 

@@ -101,6 +101,12 @@ const bool end_later = testing::add("a kernel that can tell is asked until the p
   };
   check_equal(describe_end(cannot, [] { return std::optional<int>(); }), std::string("died"), "reaped");
   check_equal(asked, 1, "a kernel that cannot tell is asked once");
+  for (const auto& [status, text] :
+       {std::pair(SIGSEGV | 128, "SIGSEGV"), std::pair(SIGBUS, "SIGBUS"), std::pair(SIGABRT | 128, "SIGABRT"),
+        std::pair(SIGTERM + 0, "SIGTERM"), std::pair(SIGRTMAX + 0, "signal 64")}) {
+    const auto known = [status = status] { return ExitAnswer{ExitAnswer::kKnown, status}; };
+    check_equal(describe_end(known, [] { return std::optional<int>(); }), "died (" + std::string(text) + ")", text);
+  }
 });
 
 const bool end_asked = testing::add("this kernel is asked about a process that is there, and one that is reaped", [] {

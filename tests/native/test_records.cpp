@@ -39,8 +39,10 @@ class Script final : public Transport {
     std::uint64_t own = 0, other = 0;  // numbers of the ends, see Mail
     bool has_greeted = false;
     std::uint64_t build = 0;
-    std::vector<char> earlier;  // records for an earlier attempt of the tested host, before all others
-    char* memory = nullptr;     // of the receive that waits
+    std::vector<char> earlier;                  // records for an earlier attempt of the tested host, before all others
+    bool starts_over = false;                   // once both have met
+    std::optional<TransportError::Kind> fault;  // of its connection, behind the stream
+    char* memory = nullptr;                     // of the receive that waits
     std::size_t room = 0;
   };
 
@@ -95,6 +97,9 @@ class Script final : public Transport {
   std::size_t deliver(Peer& peer) {
     const auto transfer = static_cast<Transfer>(&peer - peers.data()) + 1;
     if (is_cancelled[transfer]) return kHead;
+    if (peer.other != 0 && peer.has_greeted && peer.stream.empty() && peer.fault) {
+      throw TransportError("it ended", static_cast<int>(transfer) - 1, *std::exchange(peer.fault, std::nullopt));
+    }
     if (peer.other == 0 || (peer.has_greeted && peer.stream.empty())) return 0;
     std::size_t bytes = 0;
     if (peer.earlier.empty() && std::exchange(peer.has_greeted, true)) {
@@ -105,7 +110,8 @@ class Script final : public Transport {
     }
     std::vector<char>& stream = peer.earlier.empty() ? peer.stream : peer.earlier;
     if (&stream == &peer.earlier) bytes = stream.size();
-    const std::uint64_t head[4] = {peer.build, peer.own, &stream == &peer.earlier ? ~0ULL : peer.other,
+    const std::uint64_t from = peer.own + (peer.starts_over && bytes > 0 ? 2 : 0);
+    const std::uint64_t head[4] = {peer.build, from, &stream == &peer.earlier ? ~0ULL : peer.other,
                                    bytes + static_cast<std::uint64_t>(bytes > 0 ? too_many : 0)};
     std::memcpy(peer.memory, head, kHead);
     std::copy_n(stream.begin(), bytes, peer.memory + kHead);
@@ -520,7 +526,7 @@ const bool refused = testing::add("each record that no host of this version send
         "an order of another host than the first");
 });
 
-const bool watched = testing::add("a host is lost that is silent, of another build, or has started over", [] {
+const bool watched = testing::add("a host is lost that is silent, gone, of another build, or has started over", [] {
   using Peer = Script::Peer;
   const char* const silent = "host testhost (ranks 1-2) has not been heard of for 0 s";
   const auto left = [](Peer& peer, std::vector<int> ranks) {
@@ -540,6 +546,12 @@ const bool watched = testing::add("a host is lost that is silent, of another bui
        },
        silent},
       {"another build", [](Peer& peer) { peer.build = 1; }, "run different versions of kvstore_hvd"},
+      {"a later attempt", [&](Peer& peer) { left(peer, {}), peer.starts_over = true; },
+       "host testhost (ranks 1-2) could not join, and started over"},
+      {"its connection ends", [](Peer& peer) { peer.fault = TransportError::Kind::kLost; },
+       "host testhost (ranks 1-2) is lost: the connection to it has ended (it ended)"},
+      {"MPI fails", [](Peer& peer) { peer.fault = TransportError::Kind::kFailed; },
+       "a message to or from host testhost (ranks 1-2) failed (it ended)"},
   };
   for (const auto& [name, change, expected] : all) {
     const auto script = std::make_shared<Script>(0);
@@ -564,15 +576,18 @@ const bool watched = testing::add("a host is lost that is silent, of another bui
 
 const bool first_failure = testing::add("who fails and leaves has failed, though more is complete there than here", [] {
   const Operation x{"x", Collective::kAllreduce, 1000, 0, true, {}, {}};
-  const auto script = std::make_shared<Script>(0);
-  Beat beat;
-  beat.error = ErrorCode::kPeerLost;
-  beat.text = "rank 3 gave up";
-  beat.arrived = 1;
-  beat.left = {3};
-  beat.append_to(script->peers[2].stream);
-  const Outcome outcome = run(script, 1, {x}, true);
-  check(outcome.failure == ErrorCode::kPeerLost && outcome.text == beat.text, outcome.text);
+  for (const bool says_so : {true, false}) {  // or its connection ends
+    const auto script = std::make_shared<Script>(0);
+    Beat beat;
+    beat.error = ErrorCode::kPeerLost;
+    beat.text = "rank 3 gave up";
+    beat.arrived = 1;
+    if (says_so) beat.left = {3};
+    if (!says_so) script->peers[2].fault = TransportError::Kind::kLost;
+    beat.append_to(script->peers[2].stream);
+    const Outcome outcome = run(script, 1, {x}, true);
+    check(outcome.failure == ErrorCode::kPeerLost && outcome.text == beat.text, outcome.text);
+  }
 });
 
 }  // namespace

@@ -142,21 +142,22 @@ const bool fusion =
     });
 
 const bool batches = testing::add("a batch of a device has one way to combine", [] {
-  const std::pair<const char*, std::function<void(Signature&)>> all[] = {
-      {"collective", [](Signature& one) { one.collective = Collective::kBroadcast; }},
-      {"dtype", [](Signature& one) { one.dtype = DType::kInt32; }},
-      {"op", [](Signature& one) { one.op = ReduceOp::kMax; }},
-      {"compression", [](Signature& one) { one.as_half = 1; }},
-      {"root", [](Signature& one) { one.root = 1; }},
-      {"prescale", [](Signature& one) { one.prescale = 2.0; }},
-      {"postscale", [](Signature& one) { one.postscale = 2.0; }},
+  const std::pair<const char*, std::function<void(Slot&)>> all[] = {
+      {"collective", [](Slot& one) { one.agreed.collective = Collective::kBroadcast; }},
+      {"dtype", [](Slot& one) { one.agreed.dtype = DType::kInt32; }},
+      {"op", [](Slot& one) { one.agreed.op = ReduceOp::kMax; }},
+      {"compression", [](Slot& one) { one.agreed.as_half = 1; }},
+      {"root", [](Slot& one) { one.agreed.root = 1; }},
+      {"prescale", [](Slot& one) { one.agreed.prescale = 2.0; }},
+      {"postscale", [](Slot& one) { one.agreed.postscale = 2.0; }},
+      {"weights", [](Slot& one) { one.weights = 3.0; }},
   };
   for (const auto& [what, change] : all) {
     const auto segment = Segment::create(2, 0, all_scheduled());
     World& world = segment->world();
     make_ready(world, "one", 10, 2, false, true);
     make_ready(world, "alike", 10, 1, false, true);
-    change(world.slots[make_ready(world, "other", 10, 0, false, true)].agreed);
+    change(world.slots[make_ready(world, "other", 10, 0, false, true)]);
     Alarm alarm(world, 0, std::chrono::seconds(10));
     Entry entry;
     check(Schedule(world, alarm).fetch(0, entry) && entry.n_pieces == 2, what);

@@ -49,23 +49,29 @@ const bool late_rank = testing::add("who waits names the late ranks, and a late 
   std::atomic<int> looked{0}, saw_both{0};
   with_world(4, [&](Engine& engine, int rank) {
     check(barrier(engine).ok(), "all have joined");
-    auto first = values_of(rank, 100), second = values_of(rank, 50000);
+    auto first = values_of(rank, 100), second = values_of(rank, 50000), third = values_of(rank, 100);
     std::vector<std::shared_ptr<Work>> works;
+    if (rank == 2) works.push_back(engine.submit(allreduce("third", third)));
     const auto submit = [&] {
       works.push_back(engine.submit(allreduce("first", first)));
       works.push_back(engine.submit(allreduce("second", second)));
     };
     if (rank != 2) {
       if (rank == 3) check(until([&] { return saw_both.load() == 2; }), "rank 3 is late, too");
+      works.push_back(engine.submit(allreduce("third", third)));
       submit();
       std::vector<Waiting> all;
-      const auto wait_for = [&](const std::vector<int>& late) {
+      const auto wait_for = [&](const std::vector<int>& late, std::size_t n) {
         all = waiting(engine);
-        return all.size() == 2 && all[0].blamed.ranks == late && all[1].blamed.ranks == late;
+        const auto is_late = [&](const Waiting& one) {
+          return one.blamed.ranks == (one.name == "third" ? std::vector<int>{3} : late);
+        };
+        return all.size() == n && std::all_of(all.begin(), all.end(), is_late);
       };
-      if (rank < 2) check(until([&] { return wait_for({2, 3}); }), "both wait for ranks 2 and 3");
+      if (rank < 2)
+        check(until([&] { return wait_for({2, 3}, 3); }), "both wait for ranks 2 and 3, one for rank 3 only");
       saw_both.fetch_add(1);
-      check(until([&] { return wait_for({2}); }), "both wait for rank 2 only");
+      check(until([&] { return wait_for({2}, 2); }), "both wait for rank 2 only");
       for (const Waiting& one : all) {
         check(!one.blamed.announced_by_all, "rank 2 has not announced it");
         check_equal(one.operation, "allreduce '" + one.name + "'", "what is waited for");
@@ -75,7 +81,7 @@ const bool late_rank = testing::add("who waits names the late ranks, and a late 
       check(missed_names(engine).empty(), "nobody waits for this rank");
     } else {
       check(until([&] { return missed_names(engine) == std::vector<std::string>{"first", "second"}; }), "missed");
-      check(waiting(engine).empty(), "this rank waits for nothing");
+      check(until([&] { return waiting(engine).empty(); }), "this rank waits for nothing, once rank 3 is there");
       check_equal(engine.missed(1)->size(), std::size_t{1}, "as many as are wanted");
     }
     looked.fetch_add(1);
@@ -84,6 +90,25 @@ const bool late_rank = testing::add("who waits names the late ranks, and a late 
     for (const auto& work : works) check(engine.wait(*work).ok(), work->status().text());
     check(barrier(engine).ok(), "all are done");
     check(missed_names(engine).empty() && waiting(engine).empty(), "it is over");
+  });
+});
+
+const bool many = testing::add("a late rank of a world of more than 64 on several hosts is named", [] {
+  if (thread_sanitizer()) return;
+  Placement placement(2);
+  for (int rank = 0; rank < 66; ++rank) placement[rank < 2 ? 0 : 1].push_back(rank);
+  std::atomic<bool> is_named{false};
+  with_hosts(placement, [&](Engine& engine, int rank) {
+    check(barrier(engine).ok(), "all have joined");
+    auto data = values_of(rank, 10);
+    if (rank == 65) check(until([&] { return is_named.load(); }), "rank 65 is late");
+    const auto work = engine.submit(allreduce("x", data));
+    const auto names_it = [&] {
+      const auto all = waiting(engine);
+      return all.size() == 1 && all[0].blamed.ranks == std::vector<int>{65};
+    };
+    if (rank == 0) is_named = check(until(names_it), "another one is blamed");
+    check(engine.wait(*work).ok(), work->status().text());
   });
 });
 
@@ -177,6 +202,9 @@ const bool inside = testing::add("a rank that stops inside the collective is the
           return all.size() == 1 && all[0].blamed.announced_by_all && all[0].blamed.ranks == std::vector<int>{1};
         }),
         "rank 1 is behind");
+  segment->world().rank(1).filled.post(100);
+  check(until([&] { return segment->world().rank(0).reduced.value() > 0; }), "rank 0 goes on");
+  check(waiting(engine)[0].blamed.ranks == std::vector<int>{1}, "rank 1 has not reduced anything");
   if (!engine.wait(*work, std::chrono::seconds(30))) engine.abort("the test is over");
   check(engine.wait(*work).code() == ErrorCode::kTimeout, work->status().text());
   check(waiting(engine).empty(), "a lost world has nobody who waits");
@@ -199,7 +227,8 @@ const bool no_slot = testing::add("an operation for which others leave no slot f
 
 const bool stood_still = testing::add("the time in which this process did not run is no time of waiting", [] {
   using namespace std::chrono_literals;
-  for (const bool has_run : {true, false}) {
+  for (const int program : {0, 1, 2, 3}) {
+    const bool has_run = program != 0, is_late = program == 2, is_patient = program == 3;
     const auto segment = Segment::create(2);
     World& world = segment->world();
     Alarm alarm(world, 0, 10s);
@@ -209,12 +238,33 @@ const bool stood_still = testing::add("the time in which this process did not ru
     for (auto at = begin; has_run && at < Clock::now(); at += 500ms) standstills.look(at);
     Pending pending(world, alarm, messages, standstills);
     auto data = values_of(0, 10);
-    const auto work = std::make_shared<Work>(std::make_shared<const Request>(allreduce("t", data)));
+    const Request request = allreduce(is_patient ? "~t" : "t", data);
+    const auto work = std::make_shared<Work>(std::make_shared<const Request>(request));
     pending.add(work, false);
     work->since = begin;
-    const auto overdue = pending.overdue(thread_options(10s), [](std::uint32_t) { return false; });
-    check_equal(!overdue.fact.empty(), has_run, "a timeout");
+    if (is_late) Ghost(*segment, 1).announce(request);  // now: from here on it has the timeout once more
+    EngineOptions options = thread_options(10s);
+    options.waits_for_busy = is_late;
+    const auto overdue = pending.overdue(options, [](std::uint32_t) { return false; });
+    check_equal(!overdue.fact.empty(), program == 1, "a timeout");
+    if (is_patient) check_equal(overdue.wait.ranks, 1U, "it waits");
   }
+});
+
+const bool told = testing::add("a rank that waits for all of its operations says so, until they are over", [] {
+  const auto segment = Segment::create(2);
+  Ghost ghost(*segment, 1);
+  EngineOptions options = thread_options(std::chrono::seconds(1));
+  options.waits_for_busy = true;
+  Engine engine(segment, 0, options);
+  const Doing& doing = segment->world().member(0).doing;
+  auto data = values_of(0, 10);
+  static_cast<void>(engine.submit(allreduce("x", data)));
+  std::thread waiter([&] { check(engine.wait_for_all(std::chrono::seconds(60)), "it is over"); });
+  check(until([&] { return doing.waits == 1 && doing.text.read() == "in allreduce 'x'"; }), "it waits");
+  ghost.announce(allreduce("x", data));
+  waiter.join();
+  check(until([&] { return doing.waits == 0 && doing.text.read().empty(); }), "and no more");
 });
 
 const bool held_lock = testing::add("a peer that is stopped with the table's lock holds nobody up", [] {
@@ -250,6 +300,11 @@ const bool ceased = testing::add("a call of MXNet that no look has seen of late 
   check(*activity.in_mxnet_since(Clock::now()) > now, "another call of the same thread");
   activity.set_line("train.py:4", {});
   check(!activity.in_mxnet_since(now).has_value(), "it is over");
+  const int one = 0, other = 0;  // worlds
+  activity.set_wait(&one, {2, "allreduce 'x'"});
+  check(activity.set_wait(&other, {}) == std::pair(2U, std::string("at train.py:4, in allreduce 'x'")), "the longest");
+  activity.leave(&one);
+  check(activity.set_wait(&other, {}).first == 0, "that world is left");
 });
 
 struct Observer final : BlockingObserver {

@@ -312,6 +312,11 @@ def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
     assert play.told(1, "leave")
     play.end(1, -signal.SIGTERM)
     assert play.outcome == (0, "")
+    play = begun({"a": 3})
+    play.say(0, "finished")  # and has not ended: it is not waited for
+    play.kill(1)
+    play.ready(2)
+    assert play.members == [2]
 
 
 def test_a_worker_may_be_done_before_all_others_have_said_that_they_met():

@@ -350,7 +350,7 @@ def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     for nodes, tasks, expected in [
         ("a[1-2,08-10]b,C[1-2]d[3-4]", "2(x4),1,3(x4)", "a1b:2 a2b:2 a08b:2 a09b:2 a10b:1 C1d3:3 C1d4:3 C2d3:3 C2d4:3"),
-        ("n1,n[02,3].x-y", "1(x3)", "n1:1 n02.x-y:1 n3.x-y:1"),
+        ("n1,n[02,3].x-y,n[8-10]", "1(x6)", "n1:1 n02.x-y:1 n3.x-y:1 n8:1 n9:1 n10:1"),
     ]:
         found = hosts_of_allocation({"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks})
         assert " ".join(f"{host}:{count}" for host, count in found.items()) == expected

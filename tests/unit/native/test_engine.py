@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from kvstore_hvd import native
+from kvstore_hvd import errors, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, InputFailedError, KVHvdError, PeerLostError, TransportError
 from kvstore_hvd.world import segment
@@ -67,13 +67,19 @@ def engines_of_two(*more):
 
 @pytest.mark.parametrize(
     ("how", "arguments"),
-    [("abort", ["caf\udce9"]), ("shutdown", ["caf\udce9"]), ("end_batch", [0, PeerLostError("caf\udce9")])],
+    [
+        ("abort", ["caf\udce9"]),
+        ("shutdown", ["caf\udce9"]),
+        ("end_batch", [0, PeerLostError("caf\udce9")]),
+        ("end_batch", [0, errors.TimeoutError("caf\udce9")]),
+    ],
 )
 def test_errors_reach_the_others_whatever_their_texts(how, arguments):
     """A lone surrogate is no UTF-8: the others read its escape."""
     ours, theirs = engines_of_two("h\udcff")
     getattr(ours, how)(*arguments)
     assert "caf\\udce9" in str(theirs.health())
+    assert how != "end_batch" or type(theirs.health()) is type(arguments[1])
     theirs.shutdown("it ends")
     ours.shutdown("it ends")
     engines = engines_of_two()  # an input that failed
@@ -86,14 +92,14 @@ def test_errors_reach_the_others_whatever_their_texts(how, arguments):
 
 
 def test_ctrl_c_ends_the_wait_for_everything():
-    ours, theirs = engines_of_two()
+    theirs, ours = engines_of_two()
     array = np.ones(3, np.float32)
     place = [array.ctypes.data]
     ours.submit(native.Request("allreduce", "x", "'x'", place, place, (3,), "float32"))
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         ours.wait_for_all(2.0)
-    assert "was interrupted" in str(theirs.health())
+    assert f"rank 1 (pid {os.getpid()}) was interrupted" in str(theirs.health())
     for engine in (theirs, ours):
         engine.shutdown()
 
