@@ -69,6 +69,7 @@ if int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']) % 2:
 
 ENDS = {
     "sys.exit(3)": 3,
+    "sys.exit('no')": 1,
     "exit(3)": 3,
     "raise SystemExit(3)": 3,
     "raise SystemExit": 0,

@@ -125,7 +125,7 @@ def test_a_distributed_optimizer_is_unwrapped(rank, size):
 @pytest.mark.parametrize("method", ["update", "update_multi_precision"])
 def test_an_update_that_fails_leaves_the_scale_as_it_was(rank, size, method, monkeypatch):
     inner = mx.optimizer.create("sgd", learning_rate=0.1, rescale_grad=0.25)
-    wrapped = hvd.DistributedOptimizer(inner, gradient_predivide_factor=3.0)
+    wrapped = hvd.DistributedOptimizer(inner, gradient_predivide_factor=7.0)
 
     def fail(*arguments):
         raise ArithmeticError("no update")

@@ -252,13 +252,17 @@ def test_inference_has_no_operators_of_ours(rank, size):
 def test_process_set(rank, size, dynamic):
     members = [0, size - 1]
     chosen = hvd.add_process_set(members)
-    block = layer(hvd.SyncBatchNorm, process_set=chosen)  # on all, or MXNet 1 would name later layers differently
+    data, name = batches(size, (4, 3)), {} if is_mxnet_2() else {"prefix": "alone_"}  # others are named as elsewhere
     if rank in members:
-        data = batches(size, (4, 3))
+        block = layer(hvd.SyncBatchNorm, process_set=chosen, **name)
         with mx.autograd.record():
             block(array(data[rank]))
         expected = np.concatenate([data[each] for each in members]).mean(0) * 0.1
         np.testing.assert_allclose(block.running_mean.data().asnumpy(), expected, rtol=1e-4, atol=1e-6)
+    block = layer(hvd.SyncBatchNorm)
+    train(block, data[rank], data[rank])
+    expected = np.concatenate(data).mean(0) * 0.1
+    np.testing.assert_allclose(block.running_mean.data().asnumpy(), expected, rtol=1e-4, atol=1e-6)
 
 
 @each_way

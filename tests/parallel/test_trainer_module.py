@@ -124,6 +124,9 @@ def test_rescale_grad(rank, size, monkeypatch):
     optimizer = module._optimizer
     assert optimizer.rescale_grad == 1 / (BATCH * size)
     module.init_optimizer(kvstore="horovod", optimizer_params={"rescale_grad": 0.5})  # there is one already
+    of_its_own, _ = bound(rank)
+    of_its_own.init_optimizer(kvstore="horovod", optimizer_params={"rescale_grad": 0.5})
+    assert of_its_own._optimizer.rescale_grad == 0.5
     assert module._optimizer is optimizer
     for workers in (size + 1, size):  # as after a change of an elastic job
         monkeypatch.setattr(type(module._kvstore), "num_workers", workers)

@@ -1,11 +1,13 @@
 """Which executor a world gets, told by the workers over the real engine; and what all executors must do."""
 
 import contextlib
+import contextvars
+import types
 from typing import Any
 
 import pytest
 
-from kvstore_hvd import log, native
+from kvstore_hvd import errors, log, native
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.gpu.kernels import EXCHANGE_KERNEL
 from kvstore_hvd.gpu.nccl_executor import NcclExecutor
@@ -18,7 +20,7 @@ from kvstore_hvd.world.topology import Host, Topology
 from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.fake_cuda import COMPILER, FakeDevice, fake_cuda, host_kernels
 from support.fake_nccl import FakeNccl
-from support.gpu_ranks import Exchange, HostArray, on_ranks
+from support.gpu_ranks import Exchange, HostArray, device_operation, finish, on_ranks, samples
 
 
 class Engines:
@@ -91,16 +93,31 @@ def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda):
         assert "(compute capability 6.1) is too old" in text
 
 
+def test_workers_that_disagree_about_the_path_fail_all_alike(engines, cuda, monkeypatch):
+    world, path = engines(3), contextvars.ContextVar("path")
+    others = {"timeout_s": 20.0, "gpu_staging_mib": 2}
+    monkeypatch.setattr(gpus, "config", lambda: types.SimpleNamespace(gpu_path=path.get(), **others))
+
+    def make(rank):
+        path.set("staged" if rank == 1 else "auto")
+        with pytest.raises(LaunchError) as error:
+            create_executor(world.of(rank), world.topology(rank), rank)
+        return str(error.value)
+
+    for text in on_ranks(3, make):
+        assert "disagree on KVHVD_GPU_PATH.\n  auto: ranks 0, 2\n  staged: rank 1" in text
+
+
 class KernelRanks(Ranks):
     """On the stand-in, with the real kernels: two ranks share a GPU, more have one each."""
 
-    def __init__(self, size, cuda):
+    def __init__(self, size, cuda, timeout_s=60.0):
         self.size, self.kind = size, "kernels"
         exchange = Exchange(size)
         ordinals = [0 if size == 2 else each for each in range(size)]
         devices = [Device.of(each, "here") for each in ordinals]
         self.executors = on_ranks(
-            size, lambda rank: RingExecutor(rank, devices, ordinals[rank], STAGING, 60.0, exchange.of(rank))
+            size, lambda rank: RingExecutor(rank, devices, ordinals[rank], STAGING, timeout_s, exchange.of(rank))
         )
         limits = [each.modules.limits(EXCHANGE_KERNEL, "int8") for each in self.executors]
         assert {each.sharers for each in limits} == {2 if size == 2 else 1}
@@ -151,9 +168,16 @@ class TestKernels(Cases):
         with host_kernels(), fake_cuda() as machine:
             yield machine
 
+    def test_a_rank_that_does_not_come(self, machine, new):
+        world, array = KernelRanks(3, machine, timeout_s=0.1), new(samples(0, 9, "float32"))
+        with pytest.raises(errors.TimeoutError, match=r"rank 2 waited 0.1 s for rank [01]'s GPU"):
+            finish(world.executors[2].start("allreduce", [device_operation([array.address], [array.address], 9)]))
+        world.close()
+
 
 class TestNccl(TestKernels):
     kind = NcclRanks
+    test_a_rank_that_does_not_come = None
 
 
 class TestStaged(Cases):

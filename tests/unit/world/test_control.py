@@ -150,6 +150,10 @@ def test_a_daemon_that_is_not_there_or_is_another_users(daemon, monkeypatch):
     monkeypatch.setattr(control, "peer_process", lambda made: (1, 1001))
     with pytest.raises(LaunchError, match="user 1001 answers in place of the daemon"):
         ControlConnection(daemon.name, SECRET, 7)
+    for own, other in ((1000, 0), (0, 1001)):  # by sudo
+        monkeypatch.setattr(os, "geteuid", lambda own=own: own)
+        monkeypatch.setattr(control, "peer_process", lambda made, other=other: (1, other))
+        control._connected(daemon.name).close()
 
 
 def test_a_forked_child_says_nothing_and_waits_for_nobody(daemon, line):

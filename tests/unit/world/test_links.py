@@ -155,6 +155,7 @@ def test_a_host_with_another_secret_and_one_that_calls_another(listeners, settin
         of_all[2] = dataclasses.replace(of_all[2], addresses=(second, first, second, third, first))
     results = connect(listeners, of_all)
     assert all("rank 3 did not arrive within 1 s" in str(each) for each in results[:2]), results
+    assert 3 in of_all[0].unreached, "ranks, not places of hosts"
     assert "ranks 0-2, 4 did not arrive" in str(results[2]), results
 
 
