@@ -230,6 +230,9 @@ class Job:
             others = [newcomer for newcomer in self._outside() if newcomer.ready and newcomer is not worker]
             ranked = _rank_order([*self.generation.left, *others, worker])
             self._tell(worker.id, "rank", rank=ranked.index(worker), **self._world(ranked))
+        else:
+            text = f"worker {worker.id} has run a program in it before."
+            self._tell(worker.id, "fail", text=text, fix="start each program with a kvhvdrun of its own.")
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
         if worker.ready or worker.leaving or message["generation"] < worker.generation:

@@ -35,6 +35,15 @@ def test_a_job_without_faults(start):
     assert slots == {0: "localhost:0", 1: "localhost:1", 2: "127.0.0.2:0"}
 
 
+@pytest.mark.parametrize("options", ["-np 2 -H localhost:1,127.0.0.2:1", "--min-np 1 --max-np 1"])
+def test_two_programs_of_a_worker_one_after_the_other(run, options):
+    """An elastic job has one: who comes again has lost the state."""
+    program = f"{sys.executable} -c 'import kvstore_hvd; kvstore_hvd.init()'"
+    is_elastic = options.startswith("--")
+    err = run(options, ["sh", "-c", f"{program} && {program}"], code=int(is_elastic), KVHVD_SURVIVOR_TIME="0.1").err
+    assert ("worker 0 has run a program in it before." in err) == is_elastic
+
+
 def test_what_workers_get(run):
     """The secret is on no command line and not with the daemon; Horovod's variables are those of the first world."""
     program = """

@@ -9,6 +9,7 @@ import pytest
 from kvstore_hvd.errors import InvalidRequestError, LaunchError
 from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.world import discover as discover_module
+from kvstore_hvd.world import topology as topology_module
 from kvstore_hvd.world.topology import Host, Topology
 
 config_module = importlib.import_module("kvstore_hvd.config")
@@ -39,6 +40,15 @@ def discover(monkeypatch, environ, comm=None):
 
 def hosts(*names):
     return [Host(name.rstrip("'"), name) for name in names]
+
+
+def test_containers_are_hosts_of_their_own(monkeypatch):
+    """They share the boot id of their machine, and not always what workers need of each other."""
+    here, real = Host.here().identity, topology_module._namespace
+    for kind in ("net", "pid", "time"):
+        other = lambda asked, kind=kind: "other" if asked == kind else real(asked)  # noqa: E731
+        monkeypatch.setattr(topology_module, "_namespace", other)
+        assert Host.here().identity != here
 
 
 def test_places_on_hosts_of_unequal_size():
