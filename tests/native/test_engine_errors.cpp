@@ -239,6 +239,19 @@ const bool sets = testing::add("messages of a process set name it, and its ranks
       std::chrono::seconds(2), 0, {}, Inside{7, 9, {0, 4, 5}});
 });
 
+const bool crossed = testing::add("of ranks that wait for each other a timeout says in what its own waits", [] {
+  with_world(
+      2,
+      [&](Engine& engine, int rank) {
+        check(barrier(engine).ok(), "the barrier");
+        auto data = values_of(rank, 10);
+        if (rank == 0) std::this_thread::sleep_for(std::chrono::milliseconds(300));  // rank 1 has the first timeout
+        const std::string text = engine.run(allreduce(rank == 0 ? "a" : "b", data)).text();
+        check(contains(text, "\n  rank 1 waits in allreduce 'b'"), text);
+      },
+      std::chrono::seconds(1));
+});
+
 const bool queued_deadlines = testing::add("a request that queues behind others of its name has its own deadline", [] {
   with_world(
       2,

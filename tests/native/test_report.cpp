@@ -200,6 +200,7 @@ const bool renewed = testing::add("what is submitted again is counted anew", [] 
     check(engine.wait(*work).ok(), "again");
     const Statistics x = engine.report().names.at(0).second;
     check(x.operations == 2 && x.bytes == 40, "one of two");
+    check_equal(engine.report().rounds.count, 2u, "rounds, the last one too");
   });
 });
 

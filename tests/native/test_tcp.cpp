@@ -53,9 +53,15 @@ namespace {
 using testing::check;
 using testing::check_equal;
 
-std::vector<std::shared_ptr<Transport>> connected(std::size_t hosts) {
+// `kept`: bytes that the kernel is asked to keep of what was sent; 0: as many as it likes.
+std::vector<std::shared_ptr<Transport>> connected(std::size_t hosts, int kept = 0) {
   std::vector<std::shared_ptr<Transport>> ends;
-  for (const auto& sockets : tcp_connections(hosts)) ends.push_back(tcp_transport(sockets));
+  for (const auto& sockets : tcp_connections(hosts)) {
+    for (const int one : sockets) {
+      if (kept > 0) setsockopt(one, SOL_SOCKET, SO_SNDBUF, &kept, sizeof(kept));
+    }
+    ends.push_back(tcp_transport(sockets));
+  }
   return ends;
 }
 
@@ -74,7 +80,7 @@ void run_program(std::uint32_t seed) {
   };
   constexpr int kHosts = 3;
   std::mt19937 random(seed);
-  const auto ends = connected(kHosts);
+  const auto ends = connected(kHosts, seed % 2 == 0 ? 1 << 16 : 0);
   const std::size_t kinds[] = {0, 8, 100, 4070, 5000, 70000, 300000};
   std::deque<Message> sent;      // kept until all have arrived
   std::deque<Message> received;  // under way

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import os
 import signal
@@ -239,6 +240,7 @@ def test_stacks_are_bounded_and_leave_out_our_own_threads():
         thread.join()
     text = seen[0]
     assert text.startswith("main thread, innermost call last")
+    assert gc.isenabled()
     assert "in test_stacks_are_bounded_and_leave_out_our_own_threads" in text
     assert ("kvstore_hvd-" in text, "outer calls left out" in text, "more threads" in text) == (False, True, True)
     assert len(text.splitlines()) < 100
