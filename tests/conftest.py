@@ -55,6 +55,12 @@ def _process():
 
 
 @pytest.fixture
+def fresh_log(monkeypatch):
+    """Say once more what is said once."""
+    monkeypatch.setattr(importlib.import_module("kvstore_hvd.log"), "_logged", set())
+
+
+@pytest.fixture
 def world(_process):
     """Return the `Topology` of the initialised world; fails when an earlier test has lost that world."""
     lost = importlib.import_module("kvstore_hvd.errors").HorovodInternalError

@@ -7,12 +7,11 @@ import random
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import mxnet as mx
 import numpy as np
 
 from kvstore_hvd.mxnet_compat import bfloat16, context_of, dtype_name
 from support.arrays import make
-
-__all__ = ["Arrays", "make_array", "read"]
 
 Array = Any  # numpy.ndarray of any dtype
 
@@ -44,8 +43,6 @@ def make_array(
 
     Perhaps in the arena of an adapter, if one is given: what one rank has there, another may have elsewhere.
     """
-    import mxnet as mx
-
     ctx = ctx or mx.cpu()
     values = np.asarray(values)
     if dtype == "bfloat16":
@@ -80,8 +77,6 @@ def _in_arena(adapter: Any, values: Array, dtype: str, kind: Any) -> Optional[An
 
 def read(array: Any) -> Array:
     """The values of an array of MXNet, bfloat16 as float32; raises its error, if it has one."""
-    import mxnet as mx
-
     if isinstance(array, np.ndarray):
         return array
     array.wait_to_read()  # without elements, reading would not wait

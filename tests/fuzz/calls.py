@@ -7,28 +7,25 @@ import threading
 from collections.abc import Callable
 from typing import Any, Optional
 
+import mxnet as mx
 import numpy as np
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from fuzz.arrays import Arrays, make_array, read
+from fuzz.arrays import Arrays, make_array
 from fuzz.model import Model, object_of
-from fuzz.programs import Fault, Operation
+from fuzz.programs import OF_STORES, Fault, Operation
 from kvstore_hvd.errors import HorovodInternalError
 from kvstore_hvd.mxnet_compat import context_of
-
-__all__ = ["Calls"]
 
 Array = Any  # numpy.ndarray of any dtype
 
 _OPS = {"average": hvd.Average, "sum": hvd.Sum, "min": hvd.Min, "max": hvd.Max, "product": hvd.Product}
-_STORED = ("pushpull", "store_broadcast", "push_and_pull")
+_IN_PLACE = ("allreduce", "numpy_allreduce", "grouped_allreduce", "broadcast")
 
 
 def _of_library(kind: str, values: Array, dtype: str) -> Any:
     """An array of NumPy, or a row_sparse one of MXNet."""
-    import mxnet as mx
-
     return values.copy() if kind == "numpy_allreduce" else mx.nd.array(values, dtype=dtype).tostype("row_sparse")
 
 
@@ -36,17 +33,9 @@ class Calls:
     """The calls of one rank; `set_of` gives the process set of members."""
 
     def __init__(self, rank: int, size: int, set_of: Callable[[tuple[int, ...]], Any]) -> None:
-        import mxnet as mx
-
-        self._mx, self._rank, self._size, self._set_of = mx, rank, size, set_of
+        self._rank, self._size, self._set_of = rank, size, set_of
         self._stores = [mx.kv.create("horovod") for _ in range(3)]
         self._stores[2].set_gradient_compression({"type": "fp16"})
-
-    read = staticmethod(read)
-
-    def wait_for_all(self) -> None:
-        """Wait for every operation of this process."""
-        self._mx.nd.waitall()
 
     def check(self, members: tuple[int, ...]) -> None:
         """Raise what any call on the set would raise: the error of an operation that nobody has read."""
@@ -61,22 +50,19 @@ class Calls:
         arrays = Arrays(model)
         if "barrier" in operation.kind or "_object" in operation.kind:
             return arrays
-        mx = self._mx
         place = operation.members.index(self._rank)
         world = self._set_of(operation.members).world("prepare")
         adapter = world.adapter_for_gradients() if operation.memory[place] == "arena" else None
         given = model.inputs(operation.index, self._rank)
-        results = [None] * len(given) if operation.fails else model.outputs(operation.index, self._rank)
         healthy = self._healthy_tensors(operation, len(given))
-        for tensor in healthy:
-            results[tensor] = model.outputs(operation.index, self._rank)[tensor]
         for tensor, devices in enumerate(given):
+            result = model.outputs(operation.index, self._rank)[tensor] if tensor in healthy else None
             changed = [self._changed(operation, tensor, values, fault) for values in devices]
             other = tensor * (operation.index % 2)  # of some groups every second array
-            context = mx.cpu((operation.device[place] + other) % 2 if operation.kind not in _STORED else 0)
+            context = mx.cpu((operation.device[place] + other) % 2 if operation.kind not in OF_STORES else 0)
             if operation.kind in ("numpy_allreduce", "sparse_allreduce"):
                 inputs = [_of_library(operation.kind, *each) for each in changed]
-                self._expect(arrays, operation, inputs, changed, results[tensor], fault)
+                self._expect(arrays, operation, inputs, changed, result, fault)
                 arrays.inputs.append(inputs)
                 continue
             inputs = [
@@ -88,25 +74,17 @@ class Calls:
             if fault is not None and fault.kind == "input" and tensor == 0:
                 inputs[0] = mx.nd.random.normal(0, -1, shape=changed[0][0].shape)  # fails when it is executed
                 changed[0] = (None, changed[0][1])
-            self._expect(arrays, operation, inputs, changed, results[tensor], fault)
+            self._expect(arrays, operation, inputs, changed, result, fault)
             arrays.inputs.append(inputs)
-        replicated = (
-            "allreduce",
-            "numpy_allreduce",
-            "sparse_allreduce",
-            "grouped_allreduce",
-            "broadcast",
-            "broadcast_parameters",
-            *_STORED,
-        )
-        arrays.is_replicated = operation.kind in (*replicated, "allgather", "grouped_allgather")
+        arrays.is_replicated = operation.kind not in ("alltoall", "reducescatter", "grouped_reducescatter")
         return arrays
 
-    def _healthy_tensors(self, operation: Operation, count: int) -> list[int]:
-        """The tensors of a failing operation that do not fail with it: of a store, each key is by itself."""
-        if not operation.fails or operation.kind not in _STORED:
-            return []
-        return list(range(1, count)) if operation.fault and operation.fault.kind in ("shape", "dtype", "input") else []
+    def _healthy_tensors(self, operation: Operation, count: int) -> range:
+        """The tensors that do not fail with an operation: of a store, each key is by itself."""
+        if not operation.fails:
+            return range(count)
+        is_first = operation.fault and operation.fault.kind in ("shape", "dtype", "input")
+        return range(1, count) if is_first and operation.kind in OF_STORES else range(0)
 
     def _changed(self, operation: Operation, tensor: int, values: Array, fault: Optional[Fault]) -> tuple[Array, str]:
         """Values and dtype as the culprit gives them."""
@@ -136,8 +114,8 @@ class Calls:
     ) -> None:
         """Note what the arrays have to hold; a failed operation leaves them as they were."""
         outs = []
-        if operation.kind in _STORED:
-            device = iter((self._mx.cpu(), self._mx.cpu(1), self._mx.cpu()))
+        if operation.kind in OF_STORES:
+            device = iter((mx.cpu(), mx.cpu(1), mx.cpu()))
             values, dtype = given[0]
             for number, chosen in enumerate(operation.outs):
                 name = dtype if chosen == operation.dtype else chosen
@@ -153,9 +131,8 @@ class Calls:
                 arrays.expected.append((out, None if result is None and copied else wanted, "out"))
                 arrays.results.append(out)
         arrays.outs.append(outs)
-        in_place = ("allreduce", "numpy_allreduce", "grouped_allreduce", "broadcast")
-        writes = operation.in_place and operation.kind in in_place
-        writes = writes or operation.kind == "broadcast_parameters" or (operation.kind in _STORED and not outs)
+        writes = operation.in_place and operation.kind in _IN_PLACE
+        writes = writes or operation.kind == "broadcast_parameters" or (operation.kind in OF_STORES and not outs)
         writes = writes and operation.kind != "push_and_pull"
         for array, (values, _) in zip(inputs, given):
             if writes and result is not None:
@@ -170,7 +147,7 @@ class Calls:
 
     def submit(self, operation: Operation, arrays: Arrays, draw: random.Random, fault: Optional[Fault]) -> None:
         """Call the operation; what it returns is added to `arrays`."""
-        if operation.kind in _STORED:
+        if operation.kind in OF_STORES:
             self._call_store(operation, arrays, draw, fault)
         elif operation.kind == "store_barrier":
             draw.choice((self._stores[0].barrier, self._stores[0]._barrier))()
@@ -210,9 +187,9 @@ class Calls:
             if operation.kind == "alltoall" and draw.random() < 0.5:
                 more["splits"] = [-1, *[0] * (len(operation.members) - 1)]
             else:
-                tensors[0] = draw.choice((tensors[0].asnumpy(), self._mx.np.ones((2, 2), dtype="bool"), 3))
+                tensors[0] = draw.choice((tensors[0].asnumpy(), mx.np.ones((2, 2), dtype="bool"), 3))
         if kind == "count":
-            tensors.append(self._mx.nd.ones(2))
+            tensors.append(mx.nd.ones(2))
         if kind == "kind":
             if operation.kind == "allreduce":
                 hvd.broadcast_(tensors[0], operation.root, name=name, process_set=more["process_set"])
@@ -225,27 +202,21 @@ class Calls:
             return
         if operation.kind == "numpy_allreduce":
             assert name is not None
-            out, factors = (
-                tensors[0] if operation.in_place else None,
-                (more["prescale_factor"], more["postscale_factor"]),
-            )
+            out, factors = tensors[0] if operation.in_place else None, (more["prescale_factor"], operation.postscale)
             returned = kvstore_hvd.allreduce(tensors[0], name, more["op"].name.lower(), out, *factors)
         elif operation.recorded:
             returned = self._recorded(operation, arrays, name, more)
-        elif operation.kind.startswith("grouped"):
-            suffix = "_" if operation.in_place and "allreduce" in operation.kind else ""
-            returned = getattr(hvd, operation.kind + suffix)(tensors, name=name, **more)
         else:
-            suffix = "_" if operation.in_place and operation.kind in ("allreduce", "broadcast") else ""
-            kind = operation.kind.replace("sparse_", "") + suffix
-            returned = getattr(hvd, kind)(tensors[0], name=name, **more)
+            suffix = "_" if operation.in_place and operation.kind in _IN_PLACE else ""
+            call = getattr(hvd, operation.kind.replace("sparse_", "") + suffix)
+            returned = call(tensors if operation.kind.startswith("grouped") else tensors[0], name=name, **more)
         self._returned(operation, arrays, returned)
 
     def _recorded(self, operation: Operation, arrays: Arrays, name: Any, more: dict[str, Any]) -> Any:
         """The gradient of what a rank gave is that array again: so it is reduced to what the array was."""
         tensor = arrays.inputs[0][0]
         tensor.attach_grad()
-        with self._mx.autograd.record():
+        with mx.autograd.record():
             result = hvd.allreduce(tensor, name=name, **more)
         result.backward(tensor.copy())
         arrays.expected.append((tensor.grad, arrays.model.outputs(operation.index, self._rank)[0], "gradient"))
@@ -261,11 +232,11 @@ class Calls:
                 arrays.differences.append(f"received_splits {received.asnumpy().tolist()} instead of {wanted}")
         if not operation.kind.startswith("grouped"):
             returned = [returned]
-        if operation.in_place and operation.kind in ("allreduce", "numpy_allreduce", "grouped_allreduce", "broadcast"):
+        if operation.in_place and operation.kind in _IN_PLACE:
             if any(a is not b[0] for a, b in zip(returned, arrays.inputs)) or len(returned) != len(arrays.inputs):
                 arrays.differences.append("the operation in place returns other arrays")
             return
-        healthy = self._healthy_tensors(operation, len(returned)) if operation.fails else range(len(returned))
+        healthy = self._healthy_tensors(operation, len(returned))
         for tensor, array in enumerate(returned):
             wanted = model.outputs(operation.index, self._rank)[tensor] if tensor in healthy else None
             arrays.expected.append((array, None if wanted is None else np.asarray(wanted), "result"))
@@ -334,7 +305,7 @@ class Calls:
     def call_as_outsider(self, operation: Operation) -> None:
         """Call an operation of a set that this rank is not a member of."""
         process_set = self._set_of(operation.members)
-        ones, root = self._mx.nd.ones((4,)), operation.members[0]
+        ones, root = mx.nd.ones((4,)), operation.members[0]
         calls: dict[str, Callable[[], Any]] = {
             "broadcast": lambda: hvd.broadcast(ones, root, name=operation.name, process_set=process_set),
             "broadcast_parameters": lambda: hvd.broadcast_parameters([ones], root, process_set=process_set),
@@ -348,9 +319,8 @@ class Calls:
 
     def call_with_wrong_arguments(self, operation: Operation, draw: random.Random) -> None:
         """Call the operation with an argument that this rank can see to be wrong."""
-        mx = self._mx
         ones = mx.nd.ones((len(operation.members),))
-        if operation.kind in _STORED:
+        if operation.kind in OF_STORES:
             store, key = self._stores[operation.store], self._key(operation, 0)
             call = store.broadcast if operation.kind == "store_broadcast" else store.pushpull
             wrong: list[Callable[[], Any]] = [

@@ -9,8 +9,6 @@ import random
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["DIFFERENCES", "drawn"]
-
 
 class Difference(NamedTuple):
     """One entry; `chance`: that every rank draws a value of its own, instead of one for all."""

@@ -12,14 +12,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 from hosts.network import HostsJob, Network
 
 from support.elastic import KINDS, ElasticJob, assert_all_right
 from support.jobs import stopped
-
-__all__ = ["Disturbance", "Plan", "plan_of", "run"]
 
 HOSTS = ("localhost", "127.0.0.2", "127.0.0.3")
 NODES = ("node0", "node1", "node2")  # namespaces
@@ -76,14 +74,8 @@ def plan_of(seed: int, *, over_hosts: bool = False) -> Plan:
     draw, hosts = random.Random(seed), NODES if over_hosts else HOSTS
     workers = draw.randint(4, 6)
     plan = Plan(seed, workers, draw.randint(1, 6), draw.randint(3, 9), _slots(draw, hosts, workers, workers))
-    kinds = {
-        "kill": 5,
-        "stop": 1,
-        "slots": 3,
-        "meeting": 2,
-        "pause": 4,
-        **({"cut": 4, "crash": 3} if over_hosts else {}),
-    }
+    kinds = {"kill": 5, "stop": 1, "slots": 3, "meeting": 2, "pause": 4}
+    kinds |= {"cut": 4, "crash": 3} if over_hosts else {}
     for _ in range(draw.randint(1, 5)):
         kind = draw.choices(list(kinds), list(kinds.values()))[0]
         slots = _slots(draw, hosts, 2, workers) if kind == "slots" else ()
@@ -123,9 +115,8 @@ def run(seed: int, folder: Path, marker: str, *, over_hosts: bool = False) -> st
     """
     plan = plan_of(seed, over_hosts=over_hosts)
     settings: dict[str, Any] = {"workers": plan.workers, "slots": plan.slots, "points": plan.points}
-    settings["arguments"] = ["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size)]
-    settings["arguments"] += ["--kind", plan.kind]
-    settings["KVHVD_TIMEOUT"] = str(TIMEOUT_S)
+    sizes = ["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size)]
+    settings |= {"arguments": [*sizes, "--kind", plan.kind], "KVHVD_TIMEOUT": str(TIMEOUT_S)}
     options = ["--blacklist-cooldown-range", "1", "2", "--elastic-timeout", "60"]
     if not over_hosts:
         return _run(plan, ElasticJob(folder, marker, options=options, **settings))
@@ -155,9 +146,9 @@ def _run(plan: Plan, job: ElasticJob) -> str:
 def _disturb(job: ElasticJob, plan: Plan) -> None:
     """Let everything happen, unless the job ends before."""
     with contextlib.suppress(_Ended):
-        _until(job, lambda: job.events("generation_ready") or None)
+        _until(job, lambda: job.events("generation_ready"))
         for each in plan.disturbances:
-            generation = job.events("generation_ready")[-1]["generation"]
+            generation = _newest_world(job)
             if each.calm:
                 _until(job, lambda: _steps_of_newest_world(job) >= 2)
             time.sleep(each.delay_s)
@@ -167,10 +158,7 @@ def _disturb(job: ElasticJob, plan: Plan) -> None:
             if each.kind == "meeting":
                 # There may be no other world any more: then it is a kill at any time.
                 limit = time.monotonic() + 3
-                _until(
-                    job,
-                    lambda: time.monotonic() > limit or job.events("generation_ready")[-1]["generation"] > generation,  # noqa: B023
-                )
+                _until(job, lambda: time.monotonic() > limit or _newest_world(job) > generation)  # noqa: B023
             if each.kind == "pause":
                 _pause(job, each)
                 continue
@@ -203,12 +191,11 @@ def _pause(job: ElasticJob, each: Disturbance) -> None:
 def _lose_host(network: Network, each: Disturbance) -> None:
     if each.kind == "cut":
         network.cut(each.whom)
-    else:
-        network.crash(each.whom, is_silent=each.who % 2 == 0)
-    time.sleep(each.pause_s)
-    if each.kind == "cut":
+        time.sleep(each.pause_s)
         network.heal(each.whom)
     else:
+        network.crash(each.whom, is_silent=each.who % 2 == 0)
+        time.sleep(each.pause_s)
         network.boot(each.whom)
 
 
@@ -217,18 +204,18 @@ class _Ended(Exception):
 
 
 def _until(job: ElasticJob, condition: Any) -> None:
-    def ended_or_true() -> Optional[str]:
-        if condition():
-            return "true"
-        return "ended" if job.process.poll() is not None else None
-
-    if job.until(ended_or_true, "the next moment for a disturbance") == "ended":
+    true_or_ended = lambda: condition() or (job.process.poll() is not None and _Ended)  # noqa: E731
+    if job.until(true_or_ended, "the next moment for a disturbance") is _Ended:
         raise _Ended
+
+
+def _newest_world(job: ElasticJob) -> int:
+    return int(job.events("generation_ready")[-1]["generation"])
 
 
 def _steps_of_newest_world(job: ElasticJob) -> int:
     """Count the steps of the newest world, unless it is void."""
-    generation = job.events("generation_ready")[-1]["generation"]
+    generation = _newest_world(job)
     if job.events("generation_void", generation=generation):
         return 0
     return len(job.done(job.members()[0], generation))

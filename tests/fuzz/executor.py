@@ -9,18 +9,17 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import mxnet as mx
 import numpy as np
 
 import kvstore_hvd.mxnet as hvd
-from fuzz.arrays import Arrays
+from fuzz.arrays import Arrays, read
 from fuzz.calls import Calls
 from fuzz.model import Model, checksum
 from fuzz.ordering import order_of
 from fuzz.programs import Operation, Program
 from kvstore_hvd.errors import HorovodInternalError, InputFailedError, InvalidRequestError, MismatchError
 from support.patience import patient
-
-__all__ = ["Executor", "Outcome"]
 
 MOST_SETS = 5
 LIMIT_S = patient(10.0)
@@ -69,22 +68,19 @@ class Executor:
 
     def _refuse_set(self, wrong: str) -> None:
         last = self._rank == self._size - 1
-        sets = {
-            "foreign": ([0, self._size], InvalidRequestError),
-            "empty": ([], InvalidRequestError),
-            "twice": (list(range(self._size))[::-1], InvalidRequestError),
-            "different": ([0] if last else [0, self._size - 1], MismatchError),
+        known = next(iter(self._sets.values()), None)
+        if wrong == "remove" and known is None:
+            return
+        calls: dict[str, tuple[Callable[[Any], Any], Any, type[Exception]]] = {
+            "foreign": (hvd.add_process_set, [0, self._size], InvalidRequestError),
+            "empty": (hvd.add_process_set, [], InvalidRequestError),
+            "twice": (hvd.add_process_set, list(range(self._size))[::-1], InvalidRequestError),
+            "different": (hvd.add_process_set, [0] if last else [0, self._size - 1], MismatchError),
+            "remove": (hvd.remove_process_set, hvd.global_process_set if last else known, MismatchError),
         }
+        call, argument, expected = calls[wrong]
         try:
-            if wrong == "remove":
-                expected: type[Exception] = MismatchError
-                known = next(iter(self._sets.values()), None)
-                if known is None:
-                    return
-                hvd.remove_process_set(hvd.global_process_set if last else known)
-            else:
-                ranks, expected = sets[wrong]
-                hvd.add_process_set(ranks)
+            call(argument)
         except expected:
             return
         raise AssertionError(f"a wrong set was taken: {wrong}")
@@ -117,9 +113,9 @@ class _Run:
                 self._compare(operation)
         self._ask_for_errors()
         with self._errors(None):
-            self._calls.wait_for_all()
+            mx.nd.waitall()
         # Of several arrays of one operation some may have failed without being read.
-        for members in {each.members for each in self._program.operations if each.fails and self._rank in each.members}:
+        for members in {each.members for each in self._failing()}:
             with self._errors(None):
                 self._calls.check(members)
         self._check_faults()
@@ -153,9 +149,8 @@ class _Run:
         try:
             self._calls.call_as_outsider(operation)
         except InvalidRequestError as error:
-            if "not one of the members" in str(error):
-                return
-            self._problem(operation, f"an outsider was told {error}")
+            if "not one of the members" not in str(error):
+                self._problem(operation, f"an outsider was told {error}")
         else:
             self._problem(operation, "an outsider was not refused")
 
@@ -193,7 +188,7 @@ class _Run:
     def _read(self, array: Any, operation: Operation) -> Any:
         for _ in range(8):
             with self._errors(operation):
-                return self._calls.read(array)
+                return read(array)
         self._problem(operation, "an array raises an error at every read")
         return None
 
@@ -211,7 +206,7 @@ class _Run:
 
     def _note(self, error: Exception, operation: Operation | None) -> None:
         text = str(error)
-        faulty = [each for each in self._program.operations if each.fails and self._rank in each.members]
+        faulty = self._failing()
         named = [each for each in faulty if f"'{each.name}'" in text or f"'{each.name}." in text]
         # What fails on the culprit's own side may be an error of MXNet's that knows no names.
         own = [each for each in faulty if each.fault and each.fault.culprit == self._rank]
@@ -226,10 +221,12 @@ class _Run:
         if not told:
             self._problem(operation, f"unexpected {type(error).__name__}: {error}")
 
+    def _failing(self) -> list[Operation]:
+        return [each for each in self._program.operations if each.fails and self._rank in each.members]
+
     def _silent(self) -> list[Operation]:
         """The failing operations of which no error has told yet."""
-        failing = [each for each in self._program.operations if each.fails and self._rank in each.members]
-        return [each for each in failing if each.index not in self._seen]
+        return [each for each in self._failing() if each.index not in self._seen]
 
     def _ask_for_errors(self) -> None:
         """Wait for errors that no read has raised: their arrays were lost, or they were taken by a call that failed."""
@@ -254,11 +251,9 @@ class _Run:
     def _expected_error(self, operation: Operation) -> type[Exception]:
         fault = operation.fault
         assert fault is not None
-        if fault.kind in ("input", "refused"):
-            if fault.culprit == self._rank:
-                return Exception
-            return InputFailedError if fault.kind == "input" else InvalidRequestError
-        return MismatchError
+        if fault.kind in ("input", "refused") and fault.culprit == self._rank:
+            return Exception
+        return {"input": InputFailedError, "refused": InvalidRequestError}.get(fault.kind, MismatchError)
 
     def _problem(self, operation: Operation | None, text: str) -> None:
         self._outcome.problems.append(f"[rank {self._rank}] {operation or 'end of the program'}: {text}")

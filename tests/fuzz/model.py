@@ -20,8 +20,6 @@ import numpy as np
 from fuzz.programs import FLOATS, Operation, Program, Shape
 from support.arrays import by_host
 
-__all__ = ["Model", "checksum", "fold_of_ranks", "object_of", "rounded_to_bfloat16", "share", "values"]
-
 Array = Any  # numpy.ndarray of any dtype
 
 SPECIAL = (np.inf, -np.inf, np.nan, 0.0, -0.0, 1.0, -1.0)
@@ -75,15 +73,10 @@ class Model:
     def __init__(self, program: Program) -> None:
         self._program = program
         self.seed = program.seed
-        self._inputs: dict[tuple[int, int], list[list[Array]]] = {}
-        self._outputs: dict[tuple[int, int], list[Array]] = {}
-
-    def inputs(self, index: int, rank: int) -> list[list[Array]]:
-        """The arrays of each device, of each tensor, that a rank gives to an operation."""
-        known = self._inputs.get((index, rank))
-        if known is None:
-            known = self._inputs[index, rank] = self._make_inputs(index, rank)
-        return known
+        # The arrays of each device, of each tensor, that a rank gives to an operation.
+        self.inputs = functools.cache(self._make_inputs)
+        # One array for each tensor that the operation gives a rank, were there no fault.
+        self.outputs = functools.cache(self._make_outputs)
 
     def _make_inputs(self, index: int, rank: int) -> list[list[Array]]:
         operation = self._program.operations[index]
@@ -97,13 +90,6 @@ class Model:
             [values(seed, operation, tensor, rank, device, shape) for device in range(operation.devices)]
             for tensor, shape in enumerate(shapes)
         ]
-
-    def outputs(self, index: int, rank: int) -> list[Array]:
-        """One array for each tensor that the operation gives a rank, were there no fault."""
-        known = self._outputs.get((index, rank))
-        if known is None:
-            known = self._outputs[index, rank] = self._make_outputs(index, rank)
-        return known
 
     def _make_outputs(self, index: int, rank: int) -> list[Array]:
         operation = self._program.operations[index]
@@ -206,18 +192,13 @@ def _minimum(a: Array, b: Array) -> Array:
     return np.where(np.isnan(a) | np.isnan(b), a.dtype.type(np.nan), less)
 
 
-_FLOAT_OPS: dict[str, Callable[[Array, Array], Array]] = {
-    "sum": np.add,
-    "product": np.multiply,
-    "min": _minimum,
-    "max": lambda a, b: -_minimum(-a, -b),
-}
 _INTEGER_OPS: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,
     "product": np.multiply,
     "min": np.minimum,
     "max": np.maximum,
 }
+_FLOAT_OPS = {**_INTEGER_OPS, "min": _minimum, "max": lambda a, b: -_minimum(-a, -b)}
 
 
 def checksum(arrays: Sequence[Array]) -> int:

@@ -10,10 +10,9 @@ Operations that wait come in the order of the program, on every rank. Others may
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 
 from fuzz.programs import Operation, Program
-
-__all__ = ["chains", "order_of"]
 
 
 def order_of(program: Program, rank: int, draw: random.Random) -> list[Operation]:
@@ -45,17 +44,13 @@ def order_of(program: Program, rank: int, draw: random.Random) -> list[Operation
 
 def chains(operations: list[Operation]) -> list[list[Operation]]:
     """Operations that belong in one order: on one array, or matched by counting."""
-    chains: dict[object, list[Operation]] = {}
+    chains: dict[object, list[Operation]] = defaultdict(list)
     for operation in operations:
-        if operation.kind == "wait" or operation.source is not None:
-            assert operation.source is not None
+        first = operation.index
+        if operation.source is not None:
             source = operations[operation.source]
             first = source.index if source.source is None else source.source
-            chains.setdefault(("array", first), []).append(operation)
-        else:
-            chains.setdefault(("array", operation.index), []).append(operation)
+        chains["array", first].append(operation)
         if operation.name is None and operation.kind != "wait":
-            chains.setdefault(("unnamed", operation.kind.replace("sparse_", ""), operation.members), []).append(
-                operation
-            )
+            chains["unnamed", operation.kind.replace("sparse_", ""), operation.members].append(operation)
     return list(chains.values())

@@ -16,8 +16,6 @@ from typing import Optional
 from fuzz.differences import drawn
 from support.arrays import DTYPES
 
-__all__ = ["FLOATS", "KINDS", "Fault", "Operation", "Program", "generate"]
-
 Shape = tuple[int, ...]
 
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -53,7 +51,7 @@ KINDS: dict[str, tuple[int, bool, tuple[str, ...]]] = {
 }
 _FAULTS = [(kind, fault) for kind, (_, _, faults) in KINDS.items() for fault in faults]
 _DTYPES = {"numpy_allreduce": DTYPES, "sparse_allreduce": ("float16", "float32", "float64")}
-_OF_STORES = ("pushpull", "store_broadcast", "push_and_pull")
+OF_STORES = ("pushpull", "store_broadcast", "push_and_pull")
 
 
 @dataclass(frozen=True)
@@ -190,11 +188,11 @@ class _Generator:
     def _operation(self, kind: str, names: list[str], chained: bool = True) -> Optional[Operation]:
         draw = self._draw
         members = self._sets[0]
-        if kind not in (*_OF_STORES, "store_barrier", "numpy_allreduce"):
+        if kind not in (*OF_STORES, "store_barrier", "numpy_allreduce"):
             members = draw.choice(self._sets)
         operation = Operation(len(self._operations), kind, members)
         operation.priority = draw.choice((0, 0, -operation.index, draw.randint(-(2**31), 2**31 - 1)))
-        operation.root = draw.choice(members) if kind not in _OF_STORES else 0
+        operation.root = draw.choice(members) if kind not in OF_STORES else 0
         if kind == "wait":
             asked = [each for each in self._operations if not each.waits]
             if not asked:
@@ -208,7 +206,7 @@ class _Generator:
         operation.special = operation.dtype in FLOATS and draw.random() < 0.15
         if "barrier" not in kind and kind != "broadcast_parameters":
             operation.name = names.pop()
-        if kind in _OF_STORES:
+        if kind in OF_STORES:
             self._of_store(operation)
         elif "reduce" in kind:
             operation.op = draw.choice(OPS if "allreduce" in kind and kind != "sparse_allreduce" else OPS[:2])
@@ -216,7 +214,7 @@ class _Generator:
                 factors = draw.choice(FACTORS), draw.choice((1.0, draw.choice(FACTORS)))
                 operation.prescale, operation.postscale = draw.sample(factors, 2)
         tensors = draw.randint(0, 4) if kind.startswith("grouped") else draw.choice((1, 1, 1, 2, 3))
-        if kind not in (*_OF_STORES, "broadcast_parameters") and not kind.startswith("grouped"):
+        if kind not in (*OF_STORES, "broadcast_parameters") and not kind.startswith("grouped"):
             tensors = 1
         operation.shapes = [self._shape(operation) for _ in range(tensors)]
         if kind in ("allgather", "grouped_allgather", "alltoall"):
@@ -226,32 +224,16 @@ class _Generator:
             # Gradients of layers: they travel together, from the arena on some ranks and from elsewhere on others.
             operation.dtype, operation.special = "float32", False
             operation.shapes = [(draw.randint(1100, 25000),) for _ in range(draw.randint(8, 24))]
-        operation.outsiders = len(members) < self._size and draw.random() < 0.3 and kind not in _OF_STORES
-        if (
-            operation.name
-            and "_object" not in kind
-            and kind != "numpy_allreduce"
-            and draw.random() < 0.1
-            and kind not in _OF_STORES
-        ):
+        operation.outsiders = len(members) < self._size and draw.random() < 0.3 and kind not in OF_STORES
+        has_name = operation.name and "_object" not in kind and kind != "numpy_allreduce"
+        if has_name and draw.random() < 0.1 and kind not in OF_STORES:
             operation.name = None
         if chained:
             self._chain(operation)
         # Beside faults the call may raise the error of another operation: then there is nothing to go back from.
-        can_record = (
-            not self._faulty
-            and operation.source is None
-            and operation.name
-            and not operation.in_place
-            and operation.op in OPS[:2]
-        )
-        if (
-            kind == "allreduce"
-            and can_record
-            and operation.shapes[0]
-            and 0 not in operation.shapes[0]
-            and draw.random() < 0.3
-        ):
+        is_new = not self._faulty and operation.source is None and operation.name and not operation.in_place
+        has_gradient = kind == "allreduce" and operation.op in OPS[:2]
+        if is_new and has_gradient and operation.shapes[0] and 0 not in operation.shapes[0] and draw.random() < 0.3:
             operation.recorded, operation.dtype = True, draw.choice(("float32", "float64"))
         return operation
 

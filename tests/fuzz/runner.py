@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Optional
 
 import numpy as np
 
@@ -13,17 +12,9 @@ from fuzz.executor import Executor, Outcome
 from fuzz.programs import Program, generate
 from kvstore_hvd.errors import HorovodInternalError
 
-__all__ = ["agree", "replay", "run_programs"]
-
 
 class _GiveUp(Exception):
     """A worker's own error, in the middle of a program."""
-
-
-def replay(seed: int, size: int) -> str:
-    """The command that runs one program again."""
-    variables = f"KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_PROGRAMS=1"
-    return f"{variables} kvhvdrun -np {size} python -m pytest -m fuzz tests/parallel/test_fuzz.py"
 
 
 def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool = True) -> None:
@@ -43,7 +34,9 @@ def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool 
                 _lose_and_meet_again(executor, program, rank)
         except Exception as error:
             # What is wrong comes last: a report of many tests shows the end of each.
-            raise AssertionError(f"{program}\nseed {seed}: {error}\nreplay: {replay(seed, size)}") from error
+            replay = f"KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_PROGRAMS=1 kvhvdrun -np {size}"
+            replay += " python -m pytest -m fuzz tests/parallel/test_fuzz.py"
+            raise AssertionError(f"{program}\nseed {seed}: {error}\nreplay: {replay}") from error
     executor.close()
 
 
@@ -71,7 +64,6 @@ def _lose_and_meet_again(executor: Executor, program: Program, rank: int) -> Non
         if rank == program.leaver and step >= where:
             raise _GiveUp
 
-    lost: Optional[Exception] = None
     try:
         # Sets that some workers have added or removed when the world is lost, and others have not, are gone for good.
         executor.register(program)
@@ -80,10 +72,10 @@ def _lose_and_meet_again(executor: Executor, program: Program, rank: int) -> Non
         if rank == program.leaver:
             raise _GiveUp
         hvd.barrier()
-    except _GiveUp as error:
-        lost = error
+    except _GiveUp:
+        pass
     except HorovodInternalError as error:
-        lost = error
         assert "Fix: " in str(error), error
-    assert lost is not None, "a rank gave up, and this one was not told"
+    else:
+        raise AssertionError("a rank gave up, and this one was not told")
     kvstore_hvd.reset()

@@ -16,17 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mxnet as mx
 import numpy as np
 
 import kvstore_hvd.mxnet as hvd
 from fuzz.differences import drawn
 from kvstore_hvd.join import Join
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, ordered_sum, sum_of_ranks
-from support.gluon import array, gradients, parameters, scaler_of, weights
+from support.gluon import array, distributed, gradients, parameters, scaler_of, weights
 from support.networks import BATCH, MODES, NETWORKS, apart, built, sgd_roundings
 from support.zero_copy import meet_again, zero_copy
-
-__all__ = ["Training", "draw", "run_training"]
 
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"learning_rate": 0.01, "momentum": 0.9, "wd": 0.01},
@@ -121,8 +120,6 @@ def run_training(training: Training, rank: int, size: int) -> None:
 
 class _Run:
     def __init__(self, training: Training, rank: int, size: int) -> None:
-        import mxnet as mx
-
         self.of, self.rank, self.size = training, rank, size
         self.contexts = [mx.cpu(device) for device in range(training.devices)]
         settings = {"mode": training.mode, "grad_req": training.grad_req, "dtype": training.dtype}
@@ -147,14 +144,9 @@ class _Run:
             param.set_data(array(values))
 
     def _trainer(self, options: dict[str, Any]) -> Any:
-        import mxnet as mx
-
         params, name, kind = self.net.collect_params(), self.of.optimizer, self.of.kind
-        if kind == "DistributedTrainer":
-            return hvd.DistributedTrainer(params, name, options)
-        if kind == "DistributedOptimizer":
-            optimizer = hvd.DistributedOptimizer(mx.optimizer.create(name, **options))
-            return mx.gluon.Trainer(params, optimizer, kvstore="horovod")
+        if kind.startswith("Distributed"):
+            return distributed(kind, params, name, options, kvstore="horovod")
         return mx.gluon.Trainer(
             params, name, options, kvstore=mx.kv.create("horovod") if kind == "store" else "horovod"
         )
@@ -167,11 +159,9 @@ class _Run:
 
     def _backward(self, net: Any, step: int, rank: int, contexts: Sequence[Any], device: int = 0) -> None:
         """The gradients of one worker's samples; on one of its devices or, for several contexts, on all."""
-        from mxnet import autograd
-
         for part in range(2 if self.of.grad_req == "add" else 1):
             losses = []
-            with autograd.record():
+            with mx.autograd.record():
                 for offset, ctx in enumerate(contexts):
                     piece = rank * self.of.devices + device + offset
                     losses.append((net(self._data(step, part, piece, self.of.counts[step][rank], ctx)) ** 2).sum())

@@ -24,11 +24,10 @@ class RingRanks(Ranks):
     def __init__(self, device, size, timeout_s=PATIENCE_S):
         self.size = size
         exchange = Exchange(size)
-
-        def make(rank):
-            return RingExecutor(rank, [device] * size, 0, STAGING, timeout_s, exchange.of(rank))
-
-        self.executors = on_ranks(size, make)
+        devices = [device] * size
+        self.executors = on_ranks(
+            size, lambda rank: RingExecutor(rank, devices, 0, STAGING, timeout_s, exchange.of(rank))
+        )
         # Loading a kernel may wait for those that run, of other ranks: all are loaded before any runs.
         for executor in self.executors:
             for dtype in native.DTYPES:
@@ -51,12 +50,8 @@ class NcclRanks(Ranks):
             pytest.skip(
                 "NCCL has one rank for each GPU; NCCL_MULTI_RANK_GPU_ENABLE=1 is not set, or it is older than 2.30"
             )
-        unique_id = nccl.unique_id()
-
-        def make(rank):
-            return NcclExecutor(nccl, unique_id, rank, size, device, 0, STAGING, PATIENCE_S, 20.0)
-
-        self.executors = on_ranks(size, make)
+        unique_id, how = nccl.unique_id(), (STAGING, PATIENCE_S, 20.0)
+        self.executors = on_ranks(size, lambda rank: NcclExecutor(nccl, unique_id, rank, size, device, 0, *how))
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@
 #include <functional>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -40,6 +41,16 @@ inline bool check(bool fact, const std::string& what, const char* file = __built
     std::fprintf(stderr, "%s:%d: check failed: %s\n", file, line, what.c_str());
   }
   return false;
+}
+
+inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+
+// Runs `body(i)` in a thread for each i below n, and waits for all of them.
+template <class Body>
+void on_threads(int n, const Body& body) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < n; ++i) threads.emplace_back([&body, i] { body(i); });
+  for (auto& thread : threads) thread.join();
 }
 
 template <typename A, typename B>

@@ -38,8 +38,10 @@ constexpr bool thread_sanitizer() {
 #endif
 }
 
-inline EngineOptions thread_options(std::chrono::nanoseconds timeout = std::chrono::seconds(60)) {
+inline EngineOptions thread_options(std::chrono::nanoseconds timeout = std::chrono::seconds(60),
+                                    bool waits_for_busy = false) {
   EngineOptions options;
+  options.waits_for_busy = waits_for_busy;
   options.timeout = timeout;
   options.watch_peers = false;
   options.host = "testhost";
@@ -88,6 +90,18 @@ inline std::vector<std::vector<int>> tcp_connections(std::size_t hosts) {
   close(listener);
   testing::check(works, "no TCP on loopback");
   return sockets;
+}
+
+// `kept`: bytes that the kernel is asked to keep of what was sent; 0: as many as it likes.
+inline std::vector<std::shared_ptr<Transport>> tcp_transports(std::size_t hosts, int kept = 0) {
+  std::vector<std::shared_ptr<Transport>> ends;
+  for (const auto& sockets : tcp_connections(hosts)) {
+    for (const int one : sockets) {
+      if (kept > 0) setsockopt(one, SOL_SOCKET, SO_SNDBUF, &kept, sizeof(kept));
+    }
+    ends.push_back(tcp_transport(sockets));
+  }
+  return ends;
 }
 
 // Serves the link as LinkLoop does, until all links are over: what a host has sent moves only while it calls.
@@ -146,9 +160,7 @@ inline void with_hosts(const Placement& placement, const std::function<void(Engi
   std::atomic<std::size_t> n_over{0};
   std::vector<std::shared_ptr<Segment>> segments;
   std::vector<std::thread> threads;
-  if (over_tcp) {
-    for (const auto& sockets : tcp_connections(placement.size())) ends.push_back(tcp_transport(sockets));
-  }
+  if (over_tcp) ends = tcp_transports(placement.size());
   for (std::size_t host = 0; host < placement.size(); ++host) {
     segments.push_back(Segment::create(static_cast<int>(placement[host].size()), arena_bytes, thresholds, inside,
                                        std::nullopt,
@@ -168,19 +180,6 @@ inline void with_hosts(const Placement& placement, const std::function<void(Engi
     }
   }
   if (watch) watch(network);
-  for (auto& thread : threads) thread.join();
-}
-
-// The same in that segment, on one host.
-inline void with_world(const std::shared_ptr<Segment>& segment, const std::function<void(Engine&, int)>& body,
-                       std::chrono::nanoseconds timeout = std::chrono::seconds(60)) {
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < segment->size(); ++rank) {
-    threads.emplace_back([&, rank] {
-      Engine engine(segment, rank, thread_options(timeout));
-      body(engine, rank);
-    });
-  }
   for (auto& thread : threads) thread.join();
 }
 
@@ -233,16 +232,20 @@ inline bool same_bits(const std::vector<float>& data, const std::function<float(
   return true;
 }
 
-inline Request allreduce(const std::string& name, std::vector<float>& data, int priority = 0) {
+inline Request allreduce(const std::string& name, float* data, std::size_t count, int priority = 0) {
   Request request;
   request.name = name;
   request.label = "'" + name + "'";
-  request.inputs = {data.data()};
-  request.outputs = {data.data()};
-  request.count = data.size();
-  request.shape = {static_cast<std::int64_t>(data.size())};
+  request.inputs = {data};
+  request.outputs = {data};
+  request.count = count;
+  request.shape = {static_cast<std::int64_t>(count)};
   request.priority = priority;
   return request;
+}
+
+inline Request allreduce(const std::string& name, std::vector<float>& data, int priority = 0) {
+  return allreduce(name, data.data(), data.size(), priority);
 }
 
 inline std::vector<float> values_of(int rank, std::size_t count, std::uint32_t seed = 0) {

@@ -191,19 +191,11 @@ const bool late_write =
         sigaction(SIGSEGV, &action, &before);
         for (char* const its : held.arrays) mprotect(its, held.bytes, PROT_READ);
 
-        const auto sum_of = [](float* data) {
-          Request request;
-          request.name = "x";
-          request.inputs = {data};
-          request.outputs = {data};
-          request.count = kCount;
-          request.shape = {kCount};
-          return request;
-        };
         auto* const its_array = static_cast<float*>(of_late.allocate(held.bytes));
         std::fill_n(its_array, kCount, 2.0F);
-        second = std::thread([&late, request = sum_of(its_array)] { static_cast<void>(late.run(request)); });
-        const auto work = engine.submit(sum_of(array));
+        second =
+            std::thread([&late, request = allreduce("x", its_array, kCount)] { static_cast<void>(late.run(request)); });
+        const auto work = engine.submit(allreduce("x", array, kCount));
         char byte = 0;
         check(read(held.arrived[0], &byte, 1) == 1, "rank 1 writes");
         engine.abort("nobody waits for rank 1");

@@ -25,6 +25,7 @@ namespace {
 
 using testing::check;
 using testing::check_equal;
+using testing::contains;
 using namespace std::chrono_literals;
 
 // What every device thread brings has to be the same in the same order: anything else would hang on real devices.
@@ -194,9 +195,7 @@ const bool failure = testing::add("a device that fails loses the world, for all,
     }
     const Status& status = engine.wait(*work);
     check(status.code() == ErrorCode::kTransport, status.text());
-    check(status.text().find("rank 1") != std::string::npos &&
-              status.text().find("the device broke") != std::string::npos,
-          status.text());
+    check(contains(status.text(), "rank 1") && contains(status.text(), "the device broke"), status.text());
     check(!engine.take_batch(0ms).has_value(), "nothing more comes");
     check(!engine.end_batch(batch->number), "once only");
   });

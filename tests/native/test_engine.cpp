@@ -129,30 +129,26 @@ const bool reused = testing::add("a handle that is over is submitted again, by m
   constexpr int kThreads = 6, kTimes = 500;
   for (const int size : {2, 3}) {
     with_world(size, [size](Engine& engine, int rank) {
-      std::vector<std::thread> threads;
-      for (int t = 0; t < kThreads; ++t) {
-        threads.emplace_back([&, t] {
-          // Two threads each have a name in common; one size is not carried out inline.
-          const bool is_common = t < 4, is_large = t == 2 || t == 3 || t == 5;
-          std::vector<float> data(is_large ? 5000 : 4), result(data.size());
-          Request request = allreduce(std::to_string(is_common ? t / 2 : t), data);
-          request.outputs = {result.data()};
-          const auto shared = std::make_shared<Request>(std::move(request));
-          std::shared_ptr<Work> work;
-          for (int i = 0; i < kTimes; ++i) {
-            data[0] = static_cast<float>(is_common ? rank : rank + i);
-            if (work) {
-              engine.submit_to_wait(work);
-            } else {
-              work = engine.submit_to_wait(shared);
-            }
-            if (!engine.wait_briefly(*work)) engine.wait(*work);
-            check(work->status().ok(), work->status().text());
-            check_equal(result[0], static_cast<float>(size * (size - 1) / 2 + (is_common ? 0 : size * i)), "sum");
+      testing::on_threads(kThreads, [&](int t) {
+        // Two threads each have a name in common; one size is not carried out inline.
+        const bool is_common = t < 4, is_large = t == 2 || t == 3 || t == 5;
+        std::vector<float> data(is_large ? 5000 : 4), result(data.size());
+        Request request = allreduce(std::to_string(is_common ? t / 2 : t), data);
+        request.outputs = {result.data()};
+        const auto shared = std::make_shared<Request>(std::move(request));
+        std::shared_ptr<Work> work;
+        for (int i = 0; i < kTimes; ++i) {
+          data[0] = static_cast<float>(is_common ? rank : rank + i);
+          if (work) {
+            engine.submit_to_wait(work);
+          } else {
+            work = engine.submit_to_wait(shared);
           }
-        });
-      }
-      for (auto& thread : threads) thread.join();
+          if (!engine.wait_briefly(*work)) engine.wait(*work);
+          check(work->status().ok(), work->status().text());
+          check_equal(result[0], static_cast<float>(size * (size - 1) / 2 + (is_common ? 0 : size * i)), "sum");
+        }
+      });
     });
   }
 });
@@ -177,7 +173,7 @@ const bool described = testing::add("what a rank has missed is described as the 
   constexpr int kSize = 3, kSteps = 5000;
   const auto segment = Segment::create(kSize);
   std::atomic<int> announced{0}, completed{0};
-  const auto run_rank = [&](int rank) {
+  testing::on_threads(kSize, [&](int rank) {
     Alarm alarm(segment->world(), rank, std::chrono::seconds(60));
     TensorTable table(segment->world(), alarm);
     const SlotHandle handle = *table.find("t");
@@ -195,10 +191,7 @@ const bool described = testing::add("what a rank has missed is described as the 
       table.complete(handle.slot);
       wait_for_all(completed, step);
     }
-  };
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kSize; ++rank) threads.emplace_back(run_rank, rank);
-  for (auto& thread : threads) thread.join();
+  });
 });
 
 Request exchange(const std::string& name, const std::vector<float>& input, std::vector<float>& output,

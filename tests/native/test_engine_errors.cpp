@@ -21,8 +21,7 @@ namespace {
 
 using testing::check;
 using testing::check_equal;
-
-bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+using testing::contains;
 
 const bool mismatches =
     testing::add("a disagreement fails that operation on every rank, changes nothing, and the world goes on", [] {
@@ -345,15 +344,12 @@ const bool kept = testing::add("a world that is left is given back at once, whoe
   std::vector<std::shared_ptr<Engine>> engines;
   for (int rank = 0; rank < 3; ++rank) engines.push_back(std::make_shared<Engine>(segment, rank, thread_options()));
   segment.reset();
-  std::vector<std::thread> threads;
-  for (const auto& engine : engines) {
-    threads.emplace_back([engine] {
-      engine->start_timeline(10);
-      check(barrier(*engine).ok(), "all are there");
-      engine->shutdown();
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  testing::on_threads(3, [&](int rank) {
+    Engine& engine = *engines[static_cast<std::size_t>(rank)];
+    engine.start_timeline(10);
+    check(barrier(engine).ok(), "all are there");
+    engine.shutdown();
+  });
   check(world.expired(), "nobody has the segment");
   for (int rank = 0; rank < 3; ++rank) {
     Engine& engine = *engines[static_cast<std::size_t>(rank)];
@@ -410,12 +406,9 @@ const bool under_way = testing::add("calls that are under way while a rank leave
       });
     }
     std::this_thread::sleep_for(std::chrono::microseconds(100 * (round % 7)));
-    std::vector<std::thread> leavers;
-    for (const auto& engine : engines) {
-      leavers.emplace_back([&] { engine->shutdown(); });
-      leavers.emplace_back([&] { engine->shutdown(round % 3 == 0 ? "the test says so" : ""); });
-    }
-    for (auto& thread : leavers) thread.join();
+    testing::on_threads(4, [&](int i) {
+      engines[static_cast<std::size_t>(i / 2)]->shutdown(i % 2 != 0 && round % 3 == 0 ? "the test says so" : "");
+    });
     stop.store(true);
     for (auto& thread : threads) thread.join();
     check(world.expired(), "nobody has the segment");

@@ -42,6 +42,16 @@ pid_t spawn(const Segment& segment, int rank, const std::function<int(Engine&)>&
   _exit(code);
 }
 
+// A child process that does nothing, until a signal ends it.
+pid_t idle_child() {
+  const pid_t child = fork();
+  if (child == 0) {
+    pause();
+    _exit(0);
+  }
+  return child;
+}
+
 int wait_for(pid_t pid) {
   int status = 0;
   waitpid(pid, &status, 0);
@@ -80,41 +90,28 @@ const bool killed = testing::add("a killed rank is named, with the signal, while
 
 const bool end_later = testing::add("a kernel that can tell is asked until the process is reaped", [] {
   int asked = 0;
-  const auto later = [&] {
-    return ++asked < 5 ? ExitAnswer{ExitAnswer::kNotYet, 0} : ExitAnswer{ExitAnswer::kKnown, 0};
+  // How it ended, where the kernel gives this answer from some question on, and its zombie, if there is one, tells.
+  const auto end_of = [&](ExitAnswer answer, std::optional<int> zombie = {}, int from = 1) {
+    asked = 0;
+    const ExitAnswer not_yet{ExitAnswer::kNotYet, 0};
+    return describe_end([&] { return ++asked < from ? not_yet : answer; }, [&] { return zombie; });
   };
-  check_equal(describe_end(later, [] { return std::optional<int>(0); }), std::string("exited with code 0"), "its code");
+  check_equal(end_of({ExitAnswer::kKnown, 0}, 0, 5), std::string("exited with code 0"), "its code");
   check_equal(asked, 5, "questions");
-  asked = 0;
-  const auto never = [&] {
-    ++asked;
-    return ExitAnswer{ExitAnswer::kNotYet, 0};
-  };
-  check_equal(describe_end(never, [] { return std::optional<int>(3 << 8); }), std::string("exited with code 3"),
-              "zombie");
+  check_equal(end_of({ExitAnswer::kNotYet, 0}, 3 << 8), std::string("exited with code 3"), "zombie");
   check_equal(asked, 1, "its zombie tells at once");
-  check_equal(describe_end(never, [] { return std::optional<int>(); }), std::string("died"), "nobody reaps it");
-  asked = 0;
-  const auto cannot = [&] {
-    ++asked;
-    return ExitAnswer{};
-  };
-  check_equal(describe_end(cannot, [] { return std::optional<int>(); }), std::string("died"), "reaped");
+  check_equal(end_of({ExitAnswer::kNotYet, 0}), std::string("died"), "nobody reaps it");
+  check_equal(end_of({}), std::string("died"), "reaped");
   check_equal(asked, 1, "a kernel that cannot tell is asked once");
   for (const auto& [status, text] :
        {std::pair(SIGSEGV | 128, "SIGSEGV"), std::pair(SIGBUS, "SIGBUS"), std::pair(SIGABRT | 128, "SIGABRT"),
         std::pair(SIGTERM + 0, "SIGTERM"), std::pair(SIGRTMAX + 0, "signal 64")}) {
-    const auto known = [status = status] { return ExitAnswer{ExitAnswer::kKnown, status}; };
-    check_equal(describe_end(known, [] { return std::optional<int>(); }), "died (" + std::string(text) + ")", text);
+    check_equal(end_of({ExitAnswer::kKnown, status}), "died (" + std::string(text) + ")", text);
   }
 });
 
 const bool end_asked = testing::add("this kernel is asked about a process that is there, and one that is reaped", [] {
-  const pid_t child = fork();
-  if (child == 0) {
-    pause();
-    _exit(0);
-  }
+  const pid_t child = idle_child();
   const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, child, 0));
   if (pidfd >= 0) check(ask_kernel(pidfd).kind != ExitAnswer::kKnown, "it runs");
   kill(child, SIGTERM);
@@ -152,8 +149,8 @@ const bool lock_holder = testing::add("a rank that stops while it holds a lock i
       [](Engine& engine) {
         std::vector<float> data(10);
         const Status status = engine.run(allreduce("x", data));
-        const bool named = status.text().find("waited too long for rank 1, which stopped inside a critical section") !=
-                           std::string::npos;
+        const bool named =
+            testing::contains(status.text(), "waited too long for rank 1, which stopped inside a critical section");
         return status.code() == ErrorCode::kTimeout && named ? 0 : 1;
       },
       std::chrono::milliseconds(300));
@@ -217,11 +214,7 @@ const bool full_table = testing::add("so is one that dies with the table's lock 
 const bool closed_connection = testing::add("a closed connection that a child holds wakes nobody for ever", [] {
   const auto sockets = tcp_connections(2);
   Doorbell doorbell;
-  const pid_t child = fork();
-  if (child == 0) {
-    pause();
-    _exit(0);
-  }
+  const pid_t child = idle_child();
   doorbell.sleep(true, true);        // finds both
   shutdown(sockets[1][0], SHUT_WR);  // so that the other end stays readable
   close(sockets[1][0]);

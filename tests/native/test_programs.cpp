@@ -102,12 +102,10 @@ void run_program(Engine& engine, Arena& arena, int rank, const Placement& placem
     for (std::size_t e = 0; e < one.given; ++e) one.input.get()[e] = value_of(rank, e, tensor);
     one.output = one.is_in_place ? one.input : array_of(arena, in_arena, one.received);
     if (!one.is_in_place) std::fill_n(one.output.get(), one.received, -1.0F);
-    std::vector<float> none;
-    Request request = allreduce(one.name, none, static_cast<int>(own() % 3));
+    Request request = allreduce(one.name, one.input.get(), one.given, static_cast<int>(own() % 3));
     request.collective = one.collective;
-    request.inputs = {one.input.get()};
     request.outputs = {one.output.get()};
-    request.count = request.contributed = one.given;
+    request.contributed = one.given;
     if (one.collective == Collective::kExchange) {
       for (std::size_t r = 0; r < size; ++r) request.count = std::max(request.count, one.sent_before(r, size));
     }

@@ -125,25 +125,22 @@ struct Operation {
   Collective collective;
   std::size_t count;
   int root;
-  bool is_inline;  // on the other hosts
+  bool is_inline;  // on the other hosts; else the conductor orders it
   std::vector<float> input, output;
 
   Request request() {
     Request request = allreduce(name, output);
-    const std::size_t bytes = count * sizeof(float);
     request.collective = collective;
     request.inputs = {input.data()};
     request.count = request.contributed = count;
     request.shape = {static_cast<std::int64_t>(count)};
     if (collective == Collective::kBroadcast) request.root = root;
     for (int r = 0; collective == Collective::kExchange && r < kSize; ++r) {
-      request.parts.push_back(Part{r, 0, bytes, bytes * static_cast<std::size_t>(r)});
+      request.parts.push_back(Part{r, 0, bytes(), bytes() * static_cast<std::size_t>(r)});
     }
     return request;
   }
   std::size_t bytes() const { return count * sizeof(float); }
-  // The conductor orders it.
-  bool is_ordered() const { return !is_inline; }
 };
 
 std::vector<Operation> program(std::mt19937& random) {
@@ -239,7 +236,7 @@ void append_orders(std::vector<char>& stream, const std::vector<Operation>& all,
   constexpr std::uint64_t kLargest = 256 << 10;
   std::vector<const Operation*> ordered;
   for (const Operation& one : all) {
-    if (one.is_ordered()) ordered.push_back(&one);
+    if (!one.is_inline) ordered.push_back(&one);
   }
   std::shuffle(ordered.begin(), ordered.end(), random);
   std::uint64_t offset = 0;
@@ -418,28 +415,15 @@ const bool refused = testing::add("each record that no host of this version send
   using Tell = std::function<void(Script&, std::vector<char>&)>;
   const Operation x{"x", Collective::kAllreduce, 100000, 0, false, {}, {}},
       small{"small", Collective::kAllreduce, 10, 0, true, {}, {}};
-  const auto ready = [&](const std::function<void(Ready&)>& spoil) -> Tell {
-    return [=](Script&, std::vector<char>& stream) {
-      Ready one(small);
-      spoil(one);
-      one.append_to(stream);
-    };
+  Order first(x);
+  first.add(x, 0, 64 << 10);
+  const auto spoiled = [](auto record, const auto& spoil) -> Tell {
+    spoil(record);
+    return [record](Script&, std::vector<char>& stream) { record.append_to(stream); };
   };
-  const auto order = [&](const std::function<void(Order&)>& spoil) -> Tell {
-    return [=](Script&, std::vector<char>& stream) {
-      Order one(x);
-      one.add(x, 0, 64 << 10);
-      spoil(one);
-      one.append_to(stream);
-    };
-  };
-  const auto beat = [&](const std::function<void(Beat&)>& spoil) -> Tell {
-    return [=](Script&, std::vector<char>& stream) {
-      Beat one;
-      spoil(one);
-      one.append_to(stream);
-    };
-  };
+  const auto ready = [&](const auto& spoil) { return spoiled(Ready(small), spoil); };
+  const auto order = [&](const auto& spoil) { return spoiled(first, spoil); };
+  const auto beat = [&](const auto& spoil) { return spoiled(Beat(), spoil); };
   const auto header = [&](std::uint32_t kind, std::uint32_t bytes) -> Tell {
     return
         [=](Script&, std::vector<char>& stream) { append(stream, RecordHeader{static_cast<RecordKind>(kind), bytes}); };
@@ -516,11 +500,8 @@ const bool refused = testing::add("each record that no host of this version send
     for (const Status& status : outcome.statuses) check(status.code() == ErrorCode::kTransport, name);
   }
   const auto script = std::make_shared<Script>(0);
-  Ready(x).append_to(script->peers[0].stream);
-  Ready(x).append_to(script->peers[2].stream);
-  Order one(x);
-  one.add(x, 0, 64 << 10);
-  one.append_to(script->peers[2].stream);
+  for (const int host : {0, 2}) Ready(x).append_to(script->peers[host].stream);
+  first.append_to(script->peers[2].stream);
   const Outcome outcome = run(script, 1, {x}, true);
   check(outcome.text.find("host testhost (rank 3) sent what is no record") == 0,
         "an order of another host than the first");

@@ -90,8 +90,7 @@ void check_order(const TimelineEvent& event) {
 const bool no_room = testing::add("what finds no room is counted, and there is room again once it is taken", [] {
   Timeline timeline;
   timeline.start(3);
-  auto request = std::make_shared<Request>();
-  const Work work(request);
+  const Work work(any_request());
   for (int i = 0; i < 10; ++i) timeline.record(work, Time(hours(i)), false);
   TimelineEvents taken = timeline.take();
   check_equal(taken.events.size(), 3u, "kept");
@@ -106,7 +105,7 @@ const bool no_room = testing::add("what finds no room is counted, and there is r
 const bool ordered = testing::add("times never decrease, whatever was seen first", [] {
   Timeline timeline;
   timeline.start(3);
-  Work work(std::make_shared<Request>());
+  Work work(any_request());
   work.submitted = work.since = Time(hours(5));
   work.scheduled = Time(hours(4));  // before this rank has looked at the clock
   timeline.record(work, Time(hours(6)), false);

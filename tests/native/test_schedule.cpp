@@ -12,9 +12,6 @@ namespace {
 
 using testing::check;
 
-// So that nothing is too small for a schedule.
-Thresholds all_scheduled() { return parse_thresholds("inlined=0,inlined_direct=0"); }
-
 // Announces `name` on every rank of the world and makes it ready; `direct`: as if it lay in the ranks' arenas.
 std::uint32_t make_ready(World& world, const std::string& name, std::size_t count, int priority, bool direct = false,
                          bool on_device = false) {
@@ -38,11 +35,17 @@ std::uint32_t make_ready(World& world, const std::string& name, std::size_t coun
   return slot;
 }
 
-const bool priority = testing::add("the highest priority goes first, and overtakes at the next chunk", [] {
-  const auto segment = Segment::create(2, 0, all_scheduled());
+// A world in which nothing is too small for a schedule, and rank 0's view of that.
+struct Scheduled {
+  explicit Scheduled(int size) : segment(Segment::create(size, 0, parse_thresholds("inlined=0,inlined_direct=0"))) {}
+  const std::shared_ptr<Segment> segment;
   World& world = segment->world();
-  Alarm alarm(world, 0, std::chrono::seconds(10));
-  Schedule schedule(world, alarm);
+  Alarm alarm{world, 0, std::chrono::seconds(10)};
+  Schedule schedule{world, alarm};
+};
+
+const bool priority = testing::add("the highest priority goes first, and overtakes at the next chunk", [] {
+  auto [segment, world, alarm, schedule] = Scheduled(2);
   Entry entry;
   check(!schedule.fetch(0, entry) && !schedule.available(0), "nothing to do at first");
 
@@ -73,10 +76,7 @@ const bool priority = testing::add("the highest priority goes first, and overtak
 // finished counts entries modulo 2^32, and staged entries do not touch it: what a direct entry of long ago left there
 // must not pass for the end of the one that uses it now, or its result would be handed out half reduced.
 const bool stale_claims = testing::add("claims that were last used 2^31 entries ago do not look finished", [] {
-  const auto segment = Segment::create(2, 0, all_scheduled());
-  World& world = segment->world();
-  Alarm alarm(world, 0, std::chrono::seconds(10));
-  Schedule schedule(world, alarm);
+  auto [segment, world, alarm, schedule] = Scheduled(2);
   world.claims[0].finished.post(0x7fffff00);
   check(world.claims[0].finished.reached(1), "the old count is ahead of the first entry");
   const std::uint32_t slot = make_ready(world, "direct", 1 << 10, 0, true);
@@ -110,12 +110,9 @@ const bool extremes = testing::add("plans are sound for the least and the greate
 });
 
 const bool fairness = testing::add("equal priorities keep the order of arrival", [] {
-  const auto segment = Segment::create(1, 0, all_scheduled());
-  World& world = segment->world();
+  auto [segment, world, alarm, schedule] = Scheduled(1);
   std::vector<std::uint32_t> slots;
   for (int i = 0; i < 5; ++i) slots.push_back(make_ready(world, "t" + std::to_string(i), 100000, 0));
-  Alarm alarm(world, 0, std::chrono::seconds(10));
-  Schedule schedule(world, alarm);
   Entry entry;
   std::size_t current = 0;
   for (std::uint32_t i = 0; schedule.fetch(i, entry); ++i) {
@@ -126,12 +123,9 @@ const bool fairness = testing::add("equal priorities keep the order of arrival",
 
 const bool fusion =
     testing::add("small tensors are fused into one entry, in the order of priority, on separate cache lines", [] {
-      const auto segment = Segment::create(2, 0, all_scheduled());
-      World& world = segment->world();
+      auto [segment, world, alarm, schedule] = Scheduled(2);
       std::vector<std::uint32_t> slots;
       for (int i = 0; i < 10; ++i) slots.push_back(make_ready(world, "t" + std::to_string(i), 10, -i));
-      Alarm alarm(world, 0, std::chrono::seconds(10));
-      Schedule schedule(world, alarm);
       Entry entry;
       check(schedule.fetch(0, entry) && entry.n_pieces == 10, "one entry for all");
       for (std::uint32_t p = 0; p < 10; ++p) {
@@ -153,23 +147,18 @@ const bool batches = testing::add("a batch of a device has one way to combine", 
       {"weights", [](Slot& one) { one.weights = 3.0; }},
   };
   for (const auto& [what, change] : all) {
-    const auto segment = Segment::create(2, 0, all_scheduled());
-    World& world = segment->world();
+    auto [segment, world, alarm, schedule] = Scheduled(2);
     make_ready(world, "one", 10, 2, false, true);
     make_ready(world, "alike", 10, 1, false, true);
     change(world.slots[make_ready(world, "other", 10, 0, false, true)]);
-    Alarm alarm(world, 0, std::chrono::seconds(10));
     Entry entry;
-    check(Schedule(world, alarm).fetch(0, entry) && entry.n_pieces == 2, what);
+    check(schedule.fetch(0, entry) && entry.n_pieces == 2, what);
   }
 });
 
 const bool devices =
     testing::add("devices get the next batch once all have begun the last, and in order of priority", [] {
-      const auto segment = Segment::create(3, 0, all_scheduled());
-      World& world = segment->world();
-      Alarm alarm(world, 0, std::chrono::seconds(10));
-      Schedule schedule(world, alarm);
+      auto [segment, world, alarm, schedule] = Scheduled(3);
       const std::uint32_t low = make_ready(world, "low", 64, -1, false, true);
       const std::uint32_t here = make_ready(world, "here", 64, 0);
       Entry entry;
@@ -187,9 +176,7 @@ const bool devices =
     });
 
 const bool versions = testing::add("a slot that changed hands tells those who remember it", [] {
-  const auto segment = Segment::create(1, 0, all_scheduled());
-  World& world = segment->world();
-  Alarm alarm(world, 0, std::chrono::seconds(10));
+  auto [segment, world, alarm, schedule] = Scheduled(1);
   TensorTable table(world, alarm);
   const auto first = table.find("first");
   check(first.has_value() && table.find("first")->slot == first->slot, "a name keeps its slot");

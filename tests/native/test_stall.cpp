@@ -189,9 +189,7 @@ class Ghost {
 const bool inside = testing::add("a rank that stops inside the collective is the one to blame", [] {
   const auto segment = Segment::create(2);
   Ghost ghost(*segment, 1);
-  EngineOptions options = thread_options(std::chrono::seconds(2));
-  options.waits_for_busy = true;  // it does not compute
-  Engine engine(segment, 0, options);
+  Engine engine(segment, 0, thread_options(std::chrono::seconds(2), true));  // it does not compute
   auto data = values_of(0, 50000), ghosts = values_of(1, 50000);
   const auto work = engine.submit(allreduce("large", data));
   check_equal(ghost.missed()->size(), std::size_t{1}, "missed before");
@@ -221,7 +219,7 @@ const bool no_slot = testing::add("an operation for which others leave no slot f
   const bool is_over = engine.wait(*work, std::chrono::seconds(20));
   if (!is_over) engine.abort("the test is over");
   check(engine.wait(*work).code() == ErrorCode::kTimeout, work->status().text());
-  check(work->status().text().find("for one of " + std::to_string(kSlots) + " tensors in flight") != std::string::npos,
+  check(testing::contains(work->status().text(), "for one of " + std::to_string(kSlots) + " tensors in flight"),
         work->status().text());
 });
 
@@ -243,9 +241,7 @@ const bool stood_still = testing::add("the time in which this process did not ru
     pending.add(work, false);
     work->since = begin;
     if (is_late) Ghost(*segment, 1).announce(request);  // now: from here on it has the timeout once more
-    EngineOptions options = thread_options(10s);
-    options.waits_for_busy = is_late;
-    const auto overdue = pending.overdue(options, [](std::uint32_t) { return false; });
+    const auto overdue = pending.overdue(thread_options(10s, is_late), [](std::uint32_t) { return false; });
     check_equal(!overdue.fact.empty(), program == 1, "a timeout");
     if (is_patient) check_equal(overdue.wait.ranks, 1U, "it waits");
   }
@@ -254,9 +250,7 @@ const bool stood_still = testing::add("the time in which this process did not ru
 const bool told = testing::add("a rank that waits for all of its operations says so, until they are over", [] {
   const auto segment = Segment::create(2);
   Ghost ghost(*segment, 1);
-  EngineOptions options = thread_options(std::chrono::seconds(1));
-  options.waits_for_busy = true;
-  Engine engine(segment, 0, options);
+  Engine engine(segment, 0, thread_options(std::chrono::seconds(1), true));
   const Doing& doing = segment->world().member(0).doing;
   auto data = values_of(0, 10);
   static_cast<void>(engine.submit(allreduce("x", data)));

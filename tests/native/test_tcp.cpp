@@ -53,22 +53,15 @@ namespace {
 using testing::check;
 using testing::check_equal;
 
-// `kept`: bytes that the kernel is asked to keep of what was sent; 0: as many as it likes.
-std::vector<std::shared_ptr<Transport>> connected(std::size_t hosts, int kept = 0) {
-  std::vector<std::shared_ptr<Transport>> ends;
-  for (const auto& sockets : tcp_connections(hosts)) {
-    for (const int one : sockets) {
-      if (kept > 0) setsockopt(one, SOL_SOCKET, SO_SNDBUF, &kept, sizeof(kept));
-    }
-    ends.push_back(tcp_transport(sockets));
-  }
-  return ends;
-}
-
 std::vector<char> message(std::uint32_t number, std::size_t bytes) {
   std::vector<char> content(bytes);
   for (std::size_t i = 0; i < bytes; ++i) content[i] = static_cast<char>(number * 131 + i * 7 + i / 251);
   return content;
+}
+
+void wait_for(Transport& end, Transport::Transfer& transfer) {
+  while (!end.test(transfer)) {
+  }
 }
 
 void run_program(std::uint32_t seed) {
@@ -80,7 +73,7 @@ void run_program(std::uint32_t seed) {
   };
   constexpr int kHosts = 3;
   std::mt19937 random(seed);
-  const auto ends = connected(kHosts, seed % 2 == 0 ? 1 << 16 : 0);
+  const auto ends = tcp_transports(kHosts, seed % 2 == 0 ? 1 << 16 : 0);
   const std::size_t kinds[] = {0, 8, 100, 4070, 5000, 70000, 300000};
   std::deque<Message> sent;      // kept until all have arrived
   std::deque<Message> received;  // under way
@@ -143,7 +136,7 @@ const bool programs = testing::add("random messages between three hosts", [] {
 });
 
 const bool ended = testing::add("the end of a connection is told once, after all that came before", [] {
-  auto ends = connected(2);
+  auto ends = tcp_transports(2);
   const auto content = message(1, 200000);
   std::vector<char> first(content.size()), second(content.size());
   auto sending = ends[0]->send(1, kRecords, content.data(), content.size());
@@ -154,12 +147,10 @@ const bool ended = testing::add("the end of a connection is told once, after all
   auto unread = ends[1]->send(0, kPartials, content.data(), 1000);
   check(ends[1]->test(unread), "the kernel has it");
   ends[0].reset();
-  while (!ends[1]->test(receiving)) {
-  }
+  wait_for(*ends[1], receiving);
   check(first == content, "other bytes");
   receiving = ends[1]->receive(0, kRecords, second.data(), second.size());
-  while (!ends[1]->test(receiving)) {
-  }
+  wait_for(*ends[1], receiving);
   check(second == content, "other bytes");
   receiving = ends[1]->receive(0, kRecords, second.data(), second.size());
   int told = 0;
@@ -177,7 +168,7 @@ const bool ended = testing::add("the end of a connection is told once, after all
   ends[1]->cancel(receiving);
   check(ends[1]->test(receiving), "cancelled");
 
-  ends = connected(2);  // sends that fail, before the other end's last message is read
+  ends = tcp_transports(2);  // sends that fail, before the other end's last message is read
   sending = ends[0]->send(1, kRecords, content.data(), 1000);
   check(ends[0]->test(sending), "the kernel has it");
   ends[0].reset();
@@ -185,8 +176,7 @@ const bool ended = testing::add("the end of a connection is told once, after all
   for (auto& one : failing) one = ends[1]->send(0, kPartials, content.data(), 1000);
   std::vector<char> last(1000);
   receiving = ends[1]->receive(0, kRecords, last.data(), last.size());
-  while (!ends[1]->test(receiving)) {
-  }
+  wait_for(*ends[1], receiving);
   check(std::equal(last.begin(), last.end(), content.begin()), "other bytes");
 });
 
@@ -280,7 +270,7 @@ const bool freed = testing::add("what was sent, has come, or is under way leaves
   for (const int messages : {1, 0, 50}) {
     const auto before = allocated.load();
     {
-      const auto ends = connected(2);
+      const auto ends = tcp_transports(2);
       for (int i = 0; i < messages; ++i) {
         auto sending = ends[0]->send(1, kRecords, content.data(), content.size());
         auto receiving = ends[1]->receive(0, kRecords, content.data(), content.size());

@@ -113,25 +113,21 @@ const bool from_threads = testing::add("any thread may use a turn, also of a nam
   std::vector<std::vector<int>> steps(kNames);
   std::mutex taking;
   std::vector<int> taken(kNames);
-  std::vector<std::thread> threads;
-  for (int t = 0; t < kThreads; ++t) {
-    threads.emplace_back([&, t] {
-      std::mt19937 random(static_cast<unsigned>(t));
-      for (int round = 0; round < kRounds; ++round) {
-        const int i = static_cast<int>(random() % kNames);
-        const std::string name = "name/" + std::to_string(i);
-        int number = 0;
-        std::uint64_t turn = 0;
-        {
-          const std::lock_guard<std::mutex> lock(taking);
-          number = taken[i]++;
-          turn = turns.take(name);
-        }
-        turns.use(name, turn, [&steps, i, number] { steps[i].push_back(number); });
+  testing::on_threads(kThreads, [&](int t) {
+    std::mt19937 random(static_cast<unsigned>(t));
+    for (int round = 0; round < kRounds; ++round) {
+      const int i = static_cast<int>(random() % kNames);
+      const std::string name = "name/" + std::to_string(i);
+      int number = 0;
+      std::uint64_t turn = 0;
+      {
+        const std::lock_guard<std::mutex> lock(taking);
+        number = taken[i]++;
+        turn = turns.take(name);
       }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
+      turns.use(name, turn, [&steps, i, number] { steps[i].push_back(number); });
+    }
+  });
   check_equal(turns.names(), mxnet::Turns::kKeptNames, "names");
   for (int i = 0; i < kNames; ++i) {
     bool ordered = static_cast<int>(steps[i].size()) == taken[i];

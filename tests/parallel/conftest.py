@@ -47,14 +47,6 @@ def no_static_graphs(monkeypatch):
 
 
 @pytest.fixture
-def fresh_log(monkeypatch):
-    """Say once more what is said once."""
-    from kvstore_hvd import log
-
-    monkeypatch.setattr(log, "_logged", set())
-
-
-@pytest.fixture
 def dynamic(world):
     """Let this test add process sets; they are gone afterwards."""
     from kvstore_hvd.mxnet import process_sets

@@ -1,17 +1,17 @@
 """Operations on arrays of devices, end to end but for the device: `HostExecutor` takes its place."""
 
 import contextlib
+import functools
 
 import numpy as np
 import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, TransportError
 from kvstore_hvd.mxnet import gathers
 from kvstore_hvd.world import process, segment
-from support.arrays import assert_same_bits, contribution, sum_of_ranks
+from support.arrays import assert_same_bits, contribution, request_of, sum_of_ranks
 from support.host_executor import HostExecutor
 from support.patience import until
 
@@ -42,27 +42,7 @@ def executors(monkeypatch, size):
     assert all(executor.is_closed for executor in made)
 
 
-def request(array, name, collective="allreduce", **more):
-    address = [array.ctypes.data]
-    dtype = array.dtype.name
-    return native.Request(
-        collective, name, f"'{name}'", address, address, array.shape, dtype, **{"on_device": True, **more}
-    )
-
-
-def test_batches_are_equal_on_all_workers(executors, rank, size):
-    """Arrays in another order on each worker: batches of the same operations in the same order."""
-    engine = process.current().member.engine()
-    names = [f"device/{number}" for number in range(40)]
-    arrays = {name: np.full(7, rank + 1, np.float32) for name in names}
-    works = [engine.submit(request(arrays[name], name)) for name in (names if rank % 2 else reversed(names))]
-    for work in works:
-        engine.wait(work)
-    assert all((array == size * (size + 1) / 2).all() for array in arrays.values())
-    (executor,) = executors
-    rows = hvd.allgather_object(executor.batches)
-    assert all(batches == rows[0] for batches in rows)
-    assert sorted(name for batch in executor.batches for name in batch) == sorted(names)
+request = functools.partial(request_of, on_device=True)
 
 
 @pytest.mark.sizes

@@ -23,14 +23,7 @@ mx = pytest.importorskip("mxnet")
 run_module = importlib.import_module("kvstore_hvd.elastic.run")  # the package has a function of this name
 
 
-class Traced(elastic.ObjectState):
-    def __init__(self, **values):
-        super().__init__(**values)
-        self.calls = []
-        self.register_reset_callbacks([lambda: self.calls.append("callback")])
-
-
-def _noting(name):
+def noting(name):
     def call(self):
         self.calls.append(name)
         getattr(elastic.ObjectState, name)(self)
@@ -38,8 +31,13 @@ def _noting(name):
     return call
 
 
-for _name in ("sync", "restore", "save", "on_reset", "reset"):
-    setattr(Traced, _name, _noting(_name))
+class Traced(elastic.ObjectState):
+    def __init__(self, **values):
+        super().__init__(**values)
+        self.calls = []
+        self.register_reset_callbacks([lambda: self.calls.append("callback")])
+
+    sync, restore, save, on_reset, reset = map(noting, ("sync", "restore", "save", "on_reset", "reset"))
 
 
 def lose_the_world(rank, size):

@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from support.gluon import (
     assert_alike,
     backward,
     batch_of,
+    distributed,
     is_mxnet_2,
     mlp,
     parameters,
@@ -146,7 +148,7 @@ def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
 
 
 LOADS = ["all", "one", "broadcast", "before parameters", "before Trainers"]
-EXCHANGES = ["Trainer", "compressing Trainer", "optimizer"]
+EXCHANGES = ["Trainer", "compressing", "optimizer"]
 
 
 @pytest.mark.parametrize(
@@ -165,11 +167,9 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_p
         net = mlp(seed=3)
         schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=0.1)
         options = {"momentum": momentum, "lr_scheduler": schedule}
-        if exchanges.endswith("Trainer"):
-            how = {} if exchanges == "Trainer" else {"compression": OwnCompression}
-            return net, hvd.DistributedTrainer(parameters(net), "sgd", options, **how)
-        optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(**options))
-        return net, mx.gluon.Trainer(parameters(net), optimizer, kvstore=None)
+        how = {"compression": OwnCompression} if exchanges == "compressing" else {}
+        kind = "DistributedOptimizer" if exchanges == "optimizer" else "DistributedTrainer"
+        return net, distributed(kind, parameters(net), "sgd", options, **how)
 
     def step(net, trainer):
         train(net, trainer, batch_of(rank))
@@ -212,11 +212,7 @@ def test_states_that_cannot_be_saved(rank, size):
     save = trainer.save_states
     for failing in {0, size - 1}:
         if rank == failing:
-
-            def fail(path):
-                raise OSError(f"rank {rank} could not write: disk full")
-
-            trainer.save_states = fail
+            trainer.save_states = Mock(side_effect=OSError(f"rank {rank} could not write: disk full"))
         error = OSError if rank == failing else kvstore_hvd.InvalidRequestError
         with pytest.raises(error, match=f"rank {failing} could not write"):
             hvd.broadcast_trainer_states(trainer, 0)

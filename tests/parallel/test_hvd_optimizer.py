@@ -1,6 +1,7 @@
 """`DistributedTrainer` and `DistributedOptimizer`: training alike on all workers, as one worker with all the data."""
 
 import pickle
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -96,9 +97,8 @@ def test_compressors_of_a_program(rank, size):
     for kind in (Derived, Alike, InPlace):
         compressed.clear()
         net = mlp(seed=5)
-        train(
-            net, hvd.DistributedTrainer(net.collect_params(), "sgd", dict(RATE), compression=kind), batch_of(0, rank, 0)
-        )
+        trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", dict(RATE), compression=kind)
+        train(net, trainer, batch_of(0, rank, 0))
         assert len(compressed) == len(parameters(net))
         assert_trained(net, reference(size, steps=1), atol=1e-3)
 
@@ -126,11 +126,7 @@ def test_a_distributed_optimizer_is_unwrapped(rank, size):
 def test_an_update_that_fails_leaves_the_scale_as_it_was(rank, size, method, monkeypatch):
     inner = mx.optimizer.create("sgd", learning_rate=0.1, rescale_grad=0.25)
     wrapped = hvd.DistributedOptimizer(inner, gradient_predivide_factor=7.0)
-
-    def fail(*arguments):
-        raise ArithmeticError("no update")
-
-    monkeypatch.setattr(inner, method, fail)
+    monkeypatch.setattr(inner, method, Mock(side_effect=ArithmeticError("no update")))
     with pytest.raises(ArithmeticError):
         getattr(wrapped, method)(0, mx.nd.ones((2,)), mx.nd.ones((2,)), None)
     assert wrapped.rescale_grad == inner.rescale_grad == 0.25
@@ -158,9 +154,8 @@ def test_refusals(rank, size):
 # -- A DistributedOptimizer and a store: gradients are exchanged once, whatever ``kvstore`` says ------------------
 
 
-def wrapping(net, store="horovod", **options):
-    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(**RATE))
-    return mx.gluon.Trainer(net.collect_params(), optimizer, kvstore=store, **options)
+def wrapping(net, store="horovod"):
+    return gluon.distributed("DistributedOptimizer", net.collect_params(), "sgd", RATE, kvstore=store)
 
 
 def step(net, trainer, rank, steps, devices=1):

@@ -10,7 +10,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic
 from support.arrays import assert_same_bits, sum_of_ranks
-from support.gluon import array, backward, batch_of, gradients, mlp, parameters, scaler_of, train, weights
+from support.gluon import array, backward, batch_of, distributed, gradients, mlp, parameters, scaler_of, train, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -38,11 +38,7 @@ class Training:
         self.net, self.model, self._factor = mlp(seed=5), mlp(seed=5), factor
         self._alone = mx.gluon.Trainer(self.model.collect_params(), "sgd", dict(RATE), kvstore=None)
         params, how = self.net.collect_params(), {"gradient_predivide_factor": factor}
-        if kind == "DistributedTrainer":
-            self.trainer = hvd.DistributedTrainer(params, "sgd", dict(RATE), **how)
-        else:
-            optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(**RATE), **how)
-            self.trainer = mx.gluon.Trainer(params, optimizer, kvstore=None)
+        self.trainer = distributed(kind, params, "sgd", dict(RATE), **how)
 
     def replay(self, workers, step):
         parts = []

@@ -6,7 +6,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.world import process
-from support.gluon import array, backward, batch_of, gradients, mlp, parameters, train, weights
+from support.gluon import array, backward, batch_of, distributed, gradients, mlp, parameters, train, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -21,12 +21,9 @@ def few(dynamic, size):
     return hvd.add_process_set([0] if size == 2 else [0, size - 1])
 
 
-def trainer_of(kind, net, process_set, **options):
-    if kind == "DistributedTrainer":
-        params = net.collect_params()
-        return hvd.DistributedTrainer(params, "sgd", {"learning_rate": RATE}, process_set=process_set, **options)
-    optimizer = hvd.DistributedOptimizer(mx.optimizer.SGD(learning_rate=RATE), process_set=process_set, **options)
-    return mx.gluon.Trainer(net.collect_params(), optimizer, kvstore=None)
+def trainer_of(kind, net, process_set, **how):
+    params = net.collect_params()
+    return distributed(kind, params, "sgd", {"learning_rate": RATE}, process_set=process_set, **how)
 
 
 def assert_stepped(few, net, values, own, *others, device=0):

@@ -39,14 +39,15 @@ def layer(kind, dtype="float32", hybridize=None, **options):
     return block
 
 
-def train(block, values, factors):
-    """One forward and backward pass: the output, and the gradient of the input."""
+def train(block, values, factors, passes=1):
+    """Forward and backward passes: the output, and the gradient of the input, which adds up over several."""
     x = array(values)
-    x.attach_grad()
-    with mx.autograd.record():
-        y = block(x)
-        total = (y * y * array(factors)).sum()
-    total.backward()
+    x.attach_grad("write" if passes == 1 else "add")
+    for _ in range(passes):
+        with mx.autograd.record():
+            y = block(x)
+            total = (y * y * array(factors)).sum()
+        total.backward()
     return y.asnumpy(), x.grad.asnumpy()
 
 
@@ -140,14 +141,8 @@ def test_gradients_that_add_up(rank, size, hybridize):
     _, once = train(block, data, data)
     gamma_once = block.gamma.grad().asnumpy()
     block.gamma.grad_req = "add"  # with a fresh gradient
-    x = array(data)
-    x.attach_grad("add")
-    for _ in range(2):
-        with mx.autograd.record():
-            y = block(x)
-            total = (y * y * array(data)).sum()
-        total.backward()
-    np.testing.assert_allclose(x.grad.asnumpy(), 2 * once, rtol=1e-4, atol=1e-5)
+    _, twice = train(block, data, data, passes=2)
+    np.testing.assert_allclose(twice, 2 * once, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(block.gamma.grad().asnumpy(), 2 * gamma_once, rtol=1e-4, atol=1e-5)
 
 

@@ -79,14 +79,9 @@ def test_an_exception_frees_the_others(rank, size):
         if rank == last:
             raise ValueError  # there nobody waits
     assert kvstore_hvd.allreduce(np.ones(1), "goes on")[0] == size
-    expected = (
-        pytest.raises(ValueError, match="no such caf\udce9")
-        if rank == last
-        else pytest.raises(
-            HorovodInternalError, match=rf"rank {last} left a Join context with ValueError: no such caf\\udce9"
-        )
-    )
-    with expected, Join([counter]):
+    told = HorovodInternalError, rf"rank {last} left a Join context with ValueError: no such caf\\udce9"
+    error, text = (ValueError, "no such caf\udce9") if rank == last else told
+    with pytest.raises(error, match=text), Join([counter]):
         for number in range(5):
             if rank == last and number == 2:
                 raise ValueError("no such caf\udce9")

@@ -1,6 +1,7 @@
 """row_sparse gradients: in the store, in Trainers and optimizers, and in `hvd.allreduce`."""
 
 import contextlib
+import itertools
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from kvstore_hvd.errors import InvalidRequestError, MismatchError, UnsupportedDt
 from kvstore_hvd.join import Join
 from kvstore_hvd.store import sparse as store_sparse
 from support.arrays import assert_same_bits, sum_of_ranks
-from support.gluon import assert_alike, is_mxnet_2, scaler_of
+from support.gluon import assert_alike, distributed, is_mxnet_2, scaler_of
 
 mx = pytest.importorskip("mxnet")
 
@@ -209,7 +210,7 @@ def train(trainer_of, sparse_grad, ranks, batch, steps=STEPS, around=contextlib.
 @in_gluon
 @pytest.mark.parametrize(
     ("kind", "as_dense"),
-    [("trainer", None), ("trainer", True), ("trainer", False), ("optimizer", True), ("optimizer", False)],
+    [(None, None), *itertools.product(("DistributedTrainer", "DistributedOptimizer"), (True, False))],
 )
 def test_training(rank, size, kind, as_dense, monkeypatch):
     batch, how = (BATCH * size, {}) if as_dense is None else (BATCH, {"sparse_as_dense": as_dense})
@@ -219,10 +220,7 @@ def test_training(rank, size, kind, as_dense, monkeypatch):
     def trainer_of(params):
         if as_dense is None:
             return mx.gluon.Trainer(params, "sgd", OPTIMIZER, kvstore="horovod")
-        if kind == "trainer":
-            return hvd.DistributedTrainer(params, "sgd", OPTIMIZER, **how)
-        optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", **OPTIMIZER), **how)
-        return mx.gluon.Trainer(params, optimizer, kvstore=None)
+        return distributed(kind, params, "sgd", OPTIMIZER, **how)
 
     sparsely, densely = (train(trainer_of, sparse_grad, [rank], batch) for sparse_grad in (True, False))
     np.testing.assert_allclose(sparsely, densely, rtol=1e-6, atol=1e-7)

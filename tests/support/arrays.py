@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import kvstore_hvd
+from kvstore_hvd import native
 from kvstore_hvd.world import process
 
 DTYPES = ("float16", "float32", "float64", "int8", "uint8", "int32", "int64")
@@ -25,6 +26,12 @@ def contribution(rank: int, shape: tuple[int, ...], dtype: str, seed: object = 0
     info = np.iinfo(dtype)
     # Sums wrap around for the small integers: two's complement, as in NumPy.
     return generator.integers(info.min, info.max, shape, dtype=np.dtype(dtype), endpoint=True)
+
+
+def request_of(array: Array, name: str, collective: str = "allreduce", **more: Any) -> native.Request:
+    """Return an operation on this array, in place; for tests that ask the engine itself."""
+    place = [array.ctypes.data]
+    return native.Request(collective, name, repr(name), place, place, array.shape, array.dtype.name, **more)
 
 
 def make(kind: Any, values: Array, ctx: Any = None) -> Any:

@@ -37,7 +37,7 @@ from mxnet.gluon import nn
 
 import kvstore_hvd
 from kvstore_hvd import elastic
-from support.gluon import array, gradients, network, parameters, weights
+from support.gluon import array, distributed, gradients, network, parameters, weights
 
 SAMPLES = 240
 # Methods of a state that are points: the halves of commit(), after a loss, when workers have met, the sync.
@@ -68,11 +68,8 @@ class Training:
         settings = {"learning_rate": 0.05, "momentum": 0.9, "lr_scheduler": schedule}
         self.kind = kind
         params = self.net.collect_params()
-        if kind == "DistributedTrainer":
-            self.trainer = hvd.DistributedTrainer(params, "sgd", settings)
-        elif kind == "DistributedOptimizer":
-            optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", **settings))
-            self.trainer = gluon.Trainer(params, optimizer, kvstore="horovod")  # which exchanges no gradients here
+        if kind.startswith("Distributed"):  # beside an optimizer that does so itself, a store exchanges no gradients
+            self.trainer = distributed(kind, params, "sgd", settings, kvstore="horovod")
         else:
             self.trainer = gluon.Trainer(params, "sgd", settings, kvstore="horovod" if kind else None)
         self._loss = gluon.loss.SoftmaxCrossEntropyLoss()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import queue
 import shutil
@@ -65,7 +66,7 @@ class FakeCuda:
     events: dict[int, tuple[int, threading.Event]] = field(default_factory=dict)  # with their devices
     places: dict[int, int] = field(default_factory=dict)  # the devices of addresses, where not the current one
     _default: dict[tuple[int, int], _Stream] = field(default_factory=dict)
-    _next: int = 1000
+    fresh: Callable[[], int] = field(default_factory=lambda: itertools.count(1001).__next__)  # an address
     _lock: threading.RLock = field(default_factory=threading.RLock)
     _thread: threading.local = field(default_factory=threading.local)
 
@@ -74,11 +75,6 @@ class FakeCuda:
             self.calls.append((name, *arguments))
         if name in self.failures:
             raise self.failures[name]
-
-    def fresh(self) -> int:
-        with self._lock:
-            self._next += 1
-            return self._next
 
     def stream_at(self, address: int) -> _Stream:
         """The stream of this address; 0 is the default one."""

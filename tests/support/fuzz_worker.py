@@ -8,12 +8,14 @@ signal: between two operations, or from another thread at any time. Ranks that a
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
@@ -51,9 +53,9 @@ class Victim:
             os.kill(os.getpid(), number)
 
 
-def check(executor: Executor, seed: int, rank: int, size: int, before_step: object = None) -> None:
+def check(executor: Executor, seed: int, rank: int, size: int, *before_step: Callable[[int], None]) -> None:
     program = generate(seed, size, leavers=False)
-    agree(program, executor.run(program, before_step or (lambda step: None)), rank)  # type: ignore[arg-type]
+    agree(program, executor.run(program, *before_step), rank)
 
 
 def main(seed: int, number: int) -> int:
@@ -67,8 +69,8 @@ def main(seed: int, number: int) -> int:
     executor = Executor(rank, size)
     try:
         for each in range(PROGRAMS):
-            moment = (lambda step, each=each: victim.before_step(each, step)) if is_victim else None
-            check(executor, seed * 1000 + each, rank, size, moment)
+            moment = [functools.partial(victim.before_step, each)] if is_victim else []
+            check(executor, seed * 1000 + each, rank, size, *moment)
     except HorovodInternalError as error:
         print(f"caught: {type(error).__name__}: {error}", flush=True)
     else:

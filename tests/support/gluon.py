@@ -125,6 +125,18 @@ def batch_of(*seed: int, count: int = 4, ctx: Any = None) -> Any:
     return tuple(array(each, ctx) for each in samples(count, seed=seed))
 
 
+def distributed(kind: str, params: Any, name: str, options: Any, kvstore: Any = None, **how: Any) -> Any:
+    """Return a DistributedTrainer, or a Trainer with a DistributedOptimizer (and this store), as `kind` says."""
+    import mxnet as mx
+
+    import kvstore_hvd.mxnet as hvd
+
+    if kind == "DistributedTrainer":
+        return hvd.DistributedTrainer(params, name, options, **how)
+    optimizer = hvd.DistributedOptimizer(mx.optimizer.create(name, **options), **how)
+    return mx.gluon.Trainer(params, optimizer, kvstore=kvstore)
+
+
 def train(net: Any, trainer: Any, *batches: Any, size: int = 4) -> None:
     for batch in batches:
         backward(net, [batch])

@@ -65,12 +65,8 @@ def _elementwise() -> Any:
     class Scale(gluon.HybridBlock):
         def __init__(self) -> None:
             super().__init__()
-            if is_mxnet_2():
-                self.weight = gluon.Parameter("weight", shape=(8,), init="normal")
-                self.bias = gluon.Parameter("bias", shape=(8,), init="normal")
-            else:
-                self.weight = self.params.get("weight", shape=(8,), init="normal")
-                self.bias = self.params.get("bias", shape=(8,), init="normal")
+            make = gluon.Parameter if is_mxnet_2() else self.params.get
+            self.weight, self.bias = (make(name, shape=(8,), init="normal") for name in ("weight", "bias"))
 
         def forward(self, x: Any, *args: Any) -> Any:
             if is_mxnet_2():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvstore_hvd import mxnet_compat, native
-from support.arrays import Array
+from support.arrays import Array, request_of
 from support.patience import patient
 
 mx = pytest.importorskip("mxnet")
@@ -47,10 +47,7 @@ class World:
         """Let rank 1 take part, in place; a broadcast when there is a root."""
         self.submitted.append(array)
         collective = "allreduce" if root < 0 else "broadcast"
-        place = [array.ctypes.data]
-        dtype = str(array.dtype)
-        request = native.Request(collective, name, repr(name), place, place, array.shape, dtype, root=max(root, 0))
-        return self.other.submit(request)
+        return self.other.submit(request_of(array, name, collective, root=max(root, 0)))
 
     def close(self) -> None:
         """Leave, with both ranks at once: neither has to wait for the other."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvstore_hvd import log, mxnet_compat
+from kvstore_hvd import mxnet_compat
 from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import exchangers, hooks
 from kvstore_hvd.world import process
@@ -80,7 +80,7 @@ def pair():
 
 
 @pytest.fixture
-def scarce(monkeypatch, caplog):
+def scarce(monkeypatch, caplog, fresh_log):
     """Listeners without descriptors for three connections; `check` that each was followed by a pause."""
     pauses, sleep, missing = [], time.sleep, [errno.EMFILE, errno.ENFILE, errno.EMFILE]
 
@@ -95,7 +95,6 @@ def scarce(monkeypatch, caplog):
         assert len([each for each in caplog.messages if "Too many open files. Fix: " in each]) == logged
 
     monkeypatch.setattr(time, "sleep", lambda seconds: (pauses.append(seconds), sleep(seconds)))
-    monkeypatch.setattr(log, "_logged", set())
     return SimpleNamespace(socket=Listener, check=check)
 
 

@@ -90,8 +90,7 @@ def test_the_secret_is_never_shown():
         assert wrong not in str(caught.value)
 
 
-def test_horovods_other_variables_are_named_once_with_the_reason(monkeypatch, caplog):
-    monkeypatch.setattr(log, "_logged", set())
+def test_horovods_other_variables_are_named_once_with_the_reason(monkeypatch, caplog, fresh_log):
     for name, value in {"CYCLE_TIME": "5", "AUTOTUNE_LOG": "x", "MISSPELT": "1", "LOG_LEVEL": "warning"}.items():
         monkeypatch.setenv(f"HOROVOD_{name}", value)
     with caplog.at_level(logging.WARNING, "kvstore_hvd"):
@@ -167,7 +166,7 @@ def test_a_level_that_the_program_has_set_stays(monkeypatch):
 
 
 OMPI = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"}
-STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2"}
+STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1"}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,7 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "2"}
     [
         ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, None),
         ({**STEP, "SLURM_STEP_NUM_TASKS": "1"}, None),
-        ({**STEP, "SLURM_STEP_NUM_TASKS": "4"}, ("Slurm", 2, 4, "SLURM_STEP_NUM_TASKS")),
+        ({**STEP, "SLURM_STEP_NUM_TASKS": "2"}, ("Slurm", 1, 2, "SLURM_STEP_NUM_TASKS")),
         ({**OMPI, "OMPI_VERSION": "5.0.1", "PMIX_RANK": "1"}, ("Open MPI", 1, 2, "OMPI_COMM_WORLD_SIZE", "5.0.1")),
         ({**OMPI, "OMPI_MCA_orte_hnp_uri": "x"}, ("Open MPI", 1, 2, "OMPI_COMM_WORLD_SIZE", "4 or older")),
         ({"PMI_SIZE": "3", "PMI_RANK": "0"}, ("MPICH", 0, 3, "PMI_SIZE")),

@@ -161,11 +161,6 @@ const bool sizes = testing::add("sizes", [] {
   check(reported[5] == kMaxRanks && reported[6] == kMaxChannels && reported[7] == kSlots, "limits");
 });
 
-// One failure tells enough.
-bool failed() { return testing::failures.load(std::memory_order_relaxed) != 0; }
-
-constexpr u32 kRanks[] = {2, 3, 4, 8};
-
 struct Stop {
   u32 cause, rank, awaited, place;
   explicit Stop(u32 word) : cause(word & 255), rank(word >> 8 & 255), awaited(word >> 16 & 255), place(word >> 24) {}
@@ -201,92 +196,92 @@ void check_afterwards(Ranks& ranks, std::mt19937_64& random) {
   for (u32 rank = 0; rank < ranks.size(); ++rank) check(ranks.status(rank) == 0, "a status after a reset");
 }
 
-const bool timeouts = testing::add("stops: a rank that does not come is named", [] {
-  for (u64 seed = 1; seed <= 30 && !failed(); ++seed) {
-    for (const u32 n : kRanks) {
+// Has ranks stop in `attempt`, as many seeds for several numbers of ranks; one failure tells enough.
+void try_seeds(u64 seeds, const std::function<void(u64, Ranks&, std::mt19937_64&)>& attempt) {
+  for (u64 seed = 1; seed <= seeds && testing::failures.load(std::memory_order_relaxed) == 0; ++seed) {
+    for (const u32 n : {2, 3, 4, 8}) {
       std::mt19937_64 random(seed);
       Ranks ranks(n, 8, 4096, 2);
-      const u32 kind = draw(random, 4);
-      const auto operation = random_operation(ranks, random, kind, 200'000);
-      const u32 absent = draw(random, n);
-      const std::string what = operation->what() + ", seed " + std::to_string(seed) + ": ";
-      check(run_without(absent, *operation, n, seed, [] {}), what + "some thread waits without end");
-      bool stopped = kind == 0;  // of an empty array nobody waits
-      for (u32 rank = 0; rank < n; ++rank) {
-        if (rank == absent || ranks.status(rank) == 0) continue;
-        stopped = true;
-        const Stop stop(ranks.status(rank));
-        check(stop.cause == kTimeout && stop.rank != absent && stop.rank < n, what + "wrong cause");
-        // A rank of a ring may wait for one that waits for the absent one.
-        if (kind == 0) {
-          const bool neighbour = stop.awaited == (stop.rank + 1) % n || stop.rank == (stop.awaited + 1) % n;
-          check(neighbour && (stop.place == kFilledSlot || stop.place == kFreeSlot), what + "wrong neighbour");
-        } else {
-          check(stop.awaited == absent && stop.place == kStart, what + "the wrong rank is awaited");
-        }
-      }
-      check(stopped, what + "nobody stopped");
+      attempt(seed, ranks, random);
       check_afterwards(ranks, random);
     }
   }
+}
+
+const bool timeouts = testing::add("stops: a rank that does not come is named", [] {
+  try_seeds(30, [](u64 seed, Ranks& ranks, std::mt19937_64& random) {
+    const u32 n = ranks.size();
+    const u32 kind = draw(random, 4);
+    const auto operation = random_operation(ranks, random, kind, 200'000);
+    const u32 absent = draw(random, n);
+    const std::string what = operation->what() + ", seed " + std::to_string(seed) + ": ";
+    check(run_without(absent, *operation, n, seed, [] {}), what + "some thread waits without end");
+    bool stopped = kind == 0;  // of an empty array nobody waits
+    for (u32 rank = 0; rank < n; ++rank) {
+      if (rank == absent || ranks.status(rank) == 0) continue;
+      stopped = true;
+      const Stop stop(ranks.status(rank));
+      check(stop.cause == kTimeout && stop.rank != absent && stop.rank < n, what + "wrong cause");
+      // A rank of a ring may wait for one that waits for the absent one.
+      if (kind == 0) {
+        const bool neighbour = stop.awaited == (stop.rank + 1) % n || stop.rank == (stop.awaited + 1) % n;
+        check(neighbour && (stop.place == kFilledSlot || stop.place == kFreeSlot), what + "wrong neighbour");
+      } else {
+        check(stop.awaited == absent && stop.place == kStart, what + "the wrong rank is awaited");
+      }
+    }
+    check(stopped, what + "nobody stopped");
+  });
 });
 
 const bool aborts = testing::add("stops: the host's abort word ends the kernels of all ranks", [] {
-  for (u64 seed = 1; seed <= 30 && !failed(); ++seed) {
-    for (const u32 n : kRanks) {
-      std::mt19937_64 random(seed);
-      Ranks ranks(n, 8, 4096, 2);
-      const u32 kind = 1 + draw(random, 3);
-      const auto operation = random_operation(ranks, random, kind, u64{1} << 62);
-      const u32 absent = draw(random, n);
-      const u32 aborted = (absent + 1 + draw(random, n - 1)) % n;
-      const u32 after = draw(random, 200);
-      const std::string what = operation->what() + ", seed " + std::to_string(seed) + ": ";
-      const bool ended = run_without(absent, *operation, n, seed, [&] {
-        for (u32 i = 0; i < after; ++i) pause();
-        store_relaxed(&ranks.abort(aborted), 1);
-      });
-      check(ended, what + "some thread waits without end");
-      for (u32 rank = 0; rank < n; ++rank) {
-        if (rank == absent) continue;
-        const Stop stop(ranks.status(rank));
-        check(stop.cause == kAborted && stop.rank == aborted, what + "wrong status");
-      }
-      check_afterwards(ranks, random);
+  try_seeds(30, [](u64 seed, Ranks& ranks, std::mt19937_64& random) {
+    const u32 n = ranks.size();
+    const u32 kind = 1 + draw(random, 3);
+    const auto operation = random_operation(ranks, random, kind, u64{1} << 62);
+    const u32 absent = draw(random, n);
+    const u32 aborted = (absent + 1 + draw(random, n - 1)) % n;
+    const u32 after = draw(random, 200);
+    const std::string what = operation->what() + ", seed " + std::to_string(seed) + ": ";
+    const bool ended = run_without(absent, *operation, n, seed, [&] {
+      for (u32 i = 0; i < after; ++i) pause();
+      store_relaxed(&ranks.abort(aborted), 1);
+    });
+    check(ended, what + "some thread waits without end");
+    for (u32 rank = 0; rank < n; ++rank) {
+      if (rank == absent) continue;
+      const Stop stop(ranks.status(rank));
+      check(stop.cause == kAborted && stop.rank == aborted, what + "wrong status");
     }
-  }
+  });
 });
 
 const bool together = testing::add("stops: ranks that are aborted or slow in the middle of anything leave", [] {
-  for (u64 seed = 1; seed <= 150 && !failed(); ++seed) {
-    for (const u32 n : kRanks) {
-      std::mt19937_64 random(seed);
-      Ranks ranks(n, 8, 4096, 2);
-      const auto operation = random_operation(ranks, random, draw(random, 4), 200 + draw(random, 20000));
-      const bool by_host = draw(random, 2) == 0;
-      u32 turns = draw(random, 400);
-      // With one block nobody else notices for it that its rank has stopped.
-      const u32 blocks_of_rank = 1 + draw(random, 2);
-      const u32 threads_of_block = 1 + draw(random, 4);
-      host::Fibers machine(seed);
-      const bool ended = machine.run([&](u32) { return blocks_of_rank; }, n, threads_of_block,
-                                     [&](u32 rank) {
-                                       if (by_host && rank == 0 && block() == 0 && thread() == 0) {
-                                         for (; turns > 0; --turns) pause();
-                                         store_relaxed(&ranks.abort(0), 1);
-                                       }
-                                       operation->run();
-                                     });
-      const std::string what = operation->what() + ", seed " + std::to_string(seed) + ": ";
-      check(ended, what + "some thread waits without end");
-      for (u32 rank = 0; rank < n; ++rank) {
-        if (ranks.status(rank) != 0) continue;
-        operation->ended(rank);
-        check(operation->is_right(rank), what + "a rank that did not stop has no result");
-      }
-      check_afterwards(ranks, random);
+  try_seeds(150, [](u64 seed, Ranks& ranks, std::mt19937_64& random) {
+    const u32 n = ranks.size();
+    const auto operation = random_operation(ranks, random, draw(random, 4), 200 + draw(random, 20000));
+    const bool by_host = draw(random, 2) == 0;
+    u32 turns = draw(random, 400);
+    // With one block nobody else notices for it that its rank has stopped.
+    const u32 blocks_of_rank = 1 + draw(random, 2);
+    const u32 threads_of_block = 1 + draw(random, 4);
+    host::Fibers machine(seed);
+    const bool ended = machine.run([&](u32) { return blocks_of_rank; }, n, threads_of_block,
+                                   [&](u32 rank) {
+                                     if (by_host && rank == 0 && block() == 0 && thread() == 0) {
+                                       for (; turns > 0; --turns) pause();
+                                       store_relaxed(&ranks.abort(0), 1);
+                                     }
+                                     operation->run();
+                                   });
+    const std::string what = operation->what() + ", seed " + std::to_string(seed) + ": ";
+    check(ended, what + "some thread waits without end");
+    for (u32 rank = 0; rank < n; ++rank) {
+      if (ranks.status(rank) != 0) continue;
+      operation->ended(rank);
+      check(operation->is_right(rank), what + "a rank that did not stop has no result");
     }
-  }
+  });
 });
 
 }  // namespace

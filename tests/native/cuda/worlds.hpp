@@ -130,7 +130,6 @@ class Table {
     }
     return segments_.data();
   }
-  u32 n() const { return n_; }
 
  private:
   u32 n_;

@@ -9,7 +9,6 @@ import gc
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -22,7 +21,7 @@ import support
 from kvstore_hvd import errors, mxnet_compat, native
 from kvstore_hvd.mxnet_compat import handle_of as handle
 from support.pair import TIMEOUT_S, World, mx, ramp
-from support.patience import until
+from support.patience import in_child, until
 
 SMALL = 12  # elements
 MANY = 20  # more gradients than one operation takes
@@ -134,19 +133,15 @@ def test_a_forked_child_neither_hangs_nor_disturbs(pair, in_flight):
     pair.submit("w", ramp((4,)))
     if not in_flight:
         array.wait_to_read()
-    child = os.fork()  # which waits for MXNet's operations, with the GIL held
-    if child == 0:
-        signal.alarm(int(TIMEOUT_S))
-        try:
-            pair.adapter.after_fork_in_child()
-            with pytest.raises(errors.ShutdownError, match="forked child"):
-                pair.pushpull("v", [array], [array])
-            assert pair.adapter.take_unread_error() is None
-            assert (mx.nd.ones((2,)) + 1).asnumpy().tolist() == [2, 2]
-            os._exit(0)
-        finally:
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def ask():
+        pair.adapter.after_fork_in_child()
+        with pytest.raises(errors.ShutdownError, match="forked child"):
+            pair.pushpull("v", [array], [array])
+        assert pair.adapter.take_unread_error() is None
+        assert (mx.nd.ones((2,)) + 1).asnumpy().tolist() == [2, 2]
+
+    in_child(ask)  # the fork waits for MXNet's operations, with the GIL held
     assert array.asnumpy().tolist() == [2, 3, 4, 5]
     pair.pushpull("v", [array], [array])
     pair.submit("v", ramp((4,)))

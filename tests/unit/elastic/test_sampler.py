@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvstore_hvd import elastic, log
+from kvstore_hvd import elastic
 from kvstore_hvd.elastic import sampler as module
 from kvstore_hvd.errors import InvalidRequestError
 
@@ -70,8 +70,7 @@ def test_record_batch_counts_calls(place):
     assert one.processed_indices == set(range(4))
 
 
-def test_an_epoch_that_begins_again_is_told(place, caplog, monkeypatch):
-    monkeypatch.setattr(log, "_logged", set())
+def test_an_epoch_that_begins_again_is_told(place, caplog, fresh_log):
     (each,) = samplers(place, 1, range(10))
     for epoch, batches in ((0, 0), (0, 5), (0, 0), (1, 3), (2, 3)):
         each.set_epoch(epoch)
@@ -82,8 +81,7 @@ def test_an_epoch_that_begins_again_is_told(place, caplog, monkeypatch):
     assert "set_epoch(2) restarts the present epoch, in which 6 of 10 samples were already processed" in caplog.text
 
 
-def test_more_batches_than_there_are(place, caplog, monkeypatch):
-    monkeypatch.setattr(log, "_logged", set())
+def test_more_batches_than_there_are(place, caplog, fresh_log):
     (one,) = samplers(place, 1, range(5))
     for number in range(4):
         one.record_batch(number, 4)

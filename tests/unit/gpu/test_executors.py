@@ -45,9 +45,8 @@ def engines():
 
 
 @pytest.fixture
-def cuda(monkeypatch, setting):
+def cuda(monkeypatch, setting, fresh_log):
     setting(KVHVD_GPU_STAGING_MIB="2", KVHVD_START_TIMEOUT="20")
-    monkeypatch.setattr(log, "_logged", set())
     monkeypatch.setattr(gpus, "library", refuse)
     with fake_cuda() as machine:
         yield machine
@@ -57,8 +56,18 @@ def refuse():
     raise LaunchError("NCCL (libnccl.so.2) is not found.")
 
 
+def make(engines, rank):
+    return create_executor(engines.of(rank), engines.topology(rank), rank)
+
+
 def make_all(engines):
-    return on_ranks(engines.size, lambda rank: create_executor(engines.of(rank), engines.topology(rank), rank))
+    return on_ranks(engines.size, lambda rank: make(engines, rank))
+
+
+def refusal(engines, rank):
+    with pytest.raises(LaunchError) as error:
+        make(engines, rank)
+    return str(error.value)
 
 
 def close_all(made):
@@ -82,13 +91,7 @@ def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_onc
 def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda):
     cuda.devices[1] = FakeDevice(b"x" * 16, "Old GPU", (6, 1))
     world = engines(3)
-
-    def make(rank):
-        with pytest.raises(LaunchError) as error:
-            create_executor(world.of(rank), world.topology(rank), rank)
-        return str(error.value)
-
-    for rank, text in enumerate(on_ranks(3, make)):
+    for rank, text in enumerate(on_ranks(3, lambda rank: refusal(world, rank))):
         assert text.startswith(f"[rank {rank}/3] rank 1 cannot use the GPU.\n  rank 1:\n  Old GPU")
         assert "(compute capability 6.1) is too old" in text
 
@@ -98,13 +101,11 @@ def test_workers_that_disagree_about_the_path_fail_all_alike(engines, cuda, monk
     others = {"timeout_s": 20.0, "gpu_staging_mib": 2}
     monkeypatch.setattr(gpus, "config", lambda: types.SimpleNamespace(gpu_path=path.get(), **others))
 
-    def make(rank):
+    def refused(rank):
         path.set("staged" if rank == 1 else "auto")
-        with pytest.raises(LaunchError) as error:
-            create_executor(world.of(rank), world.topology(rank), rank)
-        return str(error.value)
+        return refusal(world, rank)
 
-    for text in on_ranks(3, make):
+    for text in on_ranks(3, refused):
         assert "disagree on KVHVD_GPU_PATH.\n  auto: ranks 0, 2\n  staged: rank 1" in text
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kvstore_hvd import errors, log
+from kvstore_hvd import errors
 from kvstore_hvd.horovod import alias as horovod_alias
 
 
@@ -89,11 +89,10 @@ def test_a_missing_library_is_not_taken_for_a_missing_module(stand_in):
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_horovod_itself_comes_first(tmp_path, monkeypatch, caplog, imported):
+def test_horovod_itself_comes_first(tmp_path, monkeypatch, caplog, fresh_log, imported):
     (tmp_path / "horovod").mkdir()
     (tmp_path / "horovod" / "__init__.py").write_text("__version__ = 'real'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(log, "_logged", set())
     if imported:
         importlib.import_module("horovod")
     with caplog.at_level(logging.WARNING, "kvstore_hvd"):

@@ -147,7 +147,7 @@ EARLY, LATE, LONG = ValueError("early"), ValueError("late"), "b" * 1_000_000
         ([("result", 1), ("ended", "rank 0 exited with code 3.")], 0, "run: rank 0 exited with code 3"),
         ([("refused", "no such command")], 0, "no such command"),
         ([], 0, "run: the workers ended without a result, and without an error"),
-        ([], 3, r"run: the launcher \(kvhvdrun\) ended with code 3"),
+        ([("result", 1)], -9, r"run: the launcher \(kvhvdrun\) ended by signal 9"),
     ],
 )
 def test_results_and_errors_are_what_launcher_and_workers_tell(launcher, reports, code, outcome):

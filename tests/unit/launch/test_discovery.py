@@ -41,15 +41,14 @@ def end(script, now, code=0, out=b"", errors=b""):
     return script.poll(now)
 
 
-def run(script, now, out):
+def run(script, now, out, errors=b""):
     assert script.poll(now) is None
-    return end(script, now, out=out)
+    return end(script, now, out=out, errors=errors)
 
 
 def test_a_script_is_run_again_and_again(script):
-    assert run(script, 1.0, b"localhost:2\n") == {"localhost": 2}
-    assert script.poll(1.9) is None
-    assert script.daemons.send.call_count == 1  # not before a second has passed
+    assert run(script, 1.0, b"localhost:2\n", b"a warning\n") == {"localhost": 2}
+    assert (script.poll(1.9), script.daemons.send.call_count) == (None, 1)  # not before a second has passed
     given = {"command": ["/bin/sh", "-c", "./listing"], "environment": {"A": "1"}, "capture": True, "stdin": False}
     assert script.daemons.send.call_args.kwargs.items() >= given.items()
     assert run(script, 2.0, b"# none\n") == {}
@@ -57,6 +56,7 @@ def test_a_script_is_run_again_and_again(script):
     assert run(script, 3.0, b"localhost\nother:3\n") == {"localhost": 2, "other": 3}
     assert run(script, 4.0, "\ufeffother:3\n".encode()) == {"other": 3}
     assert script.fault(4.0) == ""
+    assert [call[1]["worker"] for call in script.daemons.send.call_args_list] == [-1, -2, -3, -4]
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,13 @@ def test_a_job_that_replaces_nobody_goes_on_starting_until_it_is_over():
     for number in range(3):
         play.job.started(number, 100 + number, play.now)
         play.end(number)
+        play.wait(5)
     assert play.outcome == (0, "")
     play = Play({"a": 2}, min_np=2, max_np=2, replaces=False)
     play.job.started(0, 100, play.now)  # its next worker is to start
-    play.job.give_up("")
+    play.job.host_leaves("a", "a notice", 143, play.now)
     play._take()
-    assert (play.starts(), play.running) == ([(0, "a:0")], [0])
+    assert (play.starts(), play.running, play.ending.code) == ([(0, "a:0")], [0], 143)
 
 
 def test_ranks_where_hosts_have_unequal_slots():
@@ -75,7 +76,7 @@ def test_a_worker_that_ends_while_the_others_meet_is_not_waited_for():
 
 
 def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
-    play = Play({"a": 1}, min_np=2, elastic_timeout_s=60)
+    play = Play({"a": 1}, first_np=2, elastic_timeout_s=60)
     play.wait(59)
     assert play.news == ["there are 1 slots, 2 are needed: waiting for more, for 50 s."]
     assert play.ending is None
@@ -90,7 +91,7 @@ def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
     assert play.ending is None
     play.wait(2)
     assert play.outcome == (1, reason := "1 workers are ready, 2 are needed, and no more came within 30 s.")
-    assert play.ending.details == ("worker 1 (b:0) was killed by SIGKILL",)
+    assert (play.ending.details, play.ending.grace_s) == (("worker 1 (b:0) was killed by SIGKILL",), 2.0)
     assert [told["text"] for told in play.told(0, "fail")] == [reason]
 
 
@@ -98,8 +99,7 @@ def test_a_program_that_always_fails_ends_the_job():
     play = Play({"a": 2})
     for worker in range(4):
         play.end(worker, 3, "SyntaxError: x")
-    assert play.outcome == (3, "worker 0 (a:0) exited with code 3.")
-    assert play.ending.lines == ("SyntaxError: x",)
+    assert (*play.outcome, play.ending.lines) == (3, "worker 0 (a:0) exited with code 3.", ("SyntaxError: x",))
 
 
 def test_when_nobody_is_left_the_state_is_lost():
@@ -156,13 +156,17 @@ def test_a_lost_host_costs_its_slots_nothing_and_is_left_alone_when_it_is_lost_a
 
 def test_when_all_hosts_leave_nobody_is_blamed():
     play = begun({"a": 1, "b": 1})
+    play.hosts({})  # not for good
+    play.ready(0, 1, cause="updated")
+    play.hosts({"a": 1, "b": 1})
+    assert play.meet() == [0, 1]
     for host in "ab":
         play.job.host_leaves(host, "a notice", 143, play.now)
     play.ready(0, 1, cause="updated")
     assert [play.told(worker)[-1]["t"] for worker in (0, 1)] == ["leave", "leave"]
     play.end(0)
     play.end(1)
-    assert play.outcome == (1, "no worker of generation 0 is left.")
+    assert play.outcome == (1, "no worker of generation 1 is left.")
 
 
 def test_the_only_host_is_tried_again_until_the_time_for_workers_is_over():
@@ -174,6 +178,7 @@ def test_the_only_host_is_tried_again_until_the_time_for_workers_is_over():
     play.wait(20.0)
     code, text = play.outcome
     assert (code, text.partition(",")[0]) == (1, "0 workers are ready")
+    assert play.ending.details == ("worker 2 (a:0) has not called init()",)
 
 
 def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over():
@@ -185,9 +190,11 @@ def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over(
             others = [other for pair in apart for other in pair if worker in pair and other != worker]
             play.ready(worker, cause="meeting", unreached=[ranks[other] for other in others])
 
-    play.ready(0, 1, 2)
-    fail((1, 2))
-    fail((0, 1), (1, 2))
+    for _ in range(2):
+        play.meet()  # what was before is forgotten
+        play.ready(0, 1, 2)
+        fail((1, 2))
+        fail((0, 1), (1, 2))
     assert play.members == [0, 1, 2]
     fail((1, 2), (0, 1))  # for the third time: 1 and 2; they are alike, and 2 comes later
     (note,) = play.notes("host_left_out")
@@ -245,7 +252,9 @@ def test_a_slot_with_repeated_crashes_is_left_alone_for_a_while():
     assert play.starts()[3:] == [(3, "a:1")]
     play.ready(3)
     play.commit()
-    play.wait(601)  # after a long life crashes are forgotten
+    play.wait(300)
+    play.commit()
+    play.wait(301)  # after a long life crashes are forgotten
     play.kill(3)
     assert len(play.notes("slot_blacklisted")) == 1
     assert play.starts()[4:] == [(4, "a:1")]
@@ -302,7 +311,7 @@ def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
     play = begun({"a": 2})
     play.say(0, "finished")
     play.end(0)
-    play.end(1, 7, "oops")
+    play.end(1, 7, "PeerLostError: oops")
     assert (play.outcome, play.news) == ((7, text := "worker 1 (a:1) exited with code 7."), [text])
     play = begun({"a": 2})
     play.say(0, "synced", generation=0)
@@ -312,7 +321,7 @@ def test_a_loss_after_a_success_is_the_code_unless_the_worker_had_to_leave():
     assert play.told(1, "leave")
     play.end(1, -signal.SIGTERM)
     assert play.outcome == (0, "")
-    play = begun({"a": 3})
+    play = begun({"a": 3}, min_np=3)
     play.say(0, "finished")  # and has not ended: it is not waited for
     play.kill(1)
     play.ready(2)
@@ -331,12 +340,21 @@ def test_a_worker_may_be_done_before_all_others_have_said_that_they_met():
     assert len(play.notes("generation_joined")) == 1
     play.end(1)
     assert play.outcome == (0, "")
+    for again in "synced", "ready":  # one that trains for a second time is not done
+        play = begun({"a": 2})
+        play.say(0, "finished")
+        play.say(0, "synced", generation=0) if again == "synced" else play.ready(0, cause="reset")
+        play.kill(1)
+        assert play.starts()[2:] == [(2, "a:1")]
 
 
 def test_a_host_that_has_not_come_does_not_spoil_a_success():
-    play = Play({"a": 1, "b": 1})
+    play = Play({"a": 2, "b": 1}, min_np=3)
     play.end(0)
     play.lose_host("b", "it cannot be reached")
+    play.ready(1)
+    assert play.members == [1]
+    play.end(1)
     assert play.outcome == (0, "")
     play = Play({"a": 1})
     play.job.started(0, 100, play.now)
@@ -353,6 +371,7 @@ def test_a_host_that_has_not_come_does_not_spoil_a_success():
 def test_members_are_told_of_all_changes_together():
     play = begun({"a": 1, "b": 1})
     play.hosts({"a": 1, "c": 1})
+    assert play.job.ranks_of(2)[:2] == (1, 2)  # without the one that goes
     assert play.told(0, "updated") == [{"t": "updated", "number": 1, "result": 1}]
     play.ready(2)
     assert play.told(0, "updated")[1:] == [{"t": "updated", "number": 2, "result": 3}]
@@ -364,14 +383,17 @@ def test_members_are_told_of_all_changes_together():
 
 
 def test_who_has_to_leave_and_does_not_is_ended():
-    play = begun({"a": 1, "b": 1}, exit_timeout_s=30, kill_grace_s=5)
+    play = begun({"a": 1, "b": 1}, exit_timeout_s=30, survivor_time_s=3, kill_grace_s=5)
+    play.hosts({"a": 1, "c": 1})
+    play.enter(2)
     play.hosts({"a": 1})
     assert play.commit() == [0]
-    for seconds, signals in (29.9, []), (0.2, [signal.SIGTERM]), (5, [signal.SIGTERM, signal.SIGKILL]):
+    for seconds, signals in (2.9, (0, 0)), (0.2, (0, 1)), (26.8, (0, 2)), (0.2, (1, 2)), (5, (2, 2)):
         play.wait(seconds)
-        assert play.signals(1) == signals
+        assert tuple(len(play.signals(worker)) for worker in (1, 2)) == signals
+    assert play.signals(1) == play.signals(2) == [signal.SIGTERM, signal.SIGKILL]
     play.kill(1)
-    assert play.notes("slot_blacklisted") == []
+    assert (play.notes("slot_blacklisted"), "SIGKILL" in play.news[-1]) == ([], False)
     play.end(0)
     assert play.outcome == (0, "")
 
@@ -425,10 +447,30 @@ def test_who_never_gets_ready_at_the_start_is_killed():
     assert play.signals(1) == play.signals(2) == KILLED
     play.kill(1, 2)
     assert play.generation == -1  # those that take their places are waited for, as long
-    play.ready(3)
     play.wait(51)
-    assert play.signals(4) == KILLED
-    assert play.members == [0, 3]
+    assert play.signals(3) == play.signals(4) == KILLED
+    play.kill(3, 4)
+    play.wait(11)
+    play.ready(5)
+    play.wait(51)
+    assert (play.signals(6), play.members) == (KILLED, [0, 5])
+    assert sum("the others wait for " in text for text in play.news) == 3
+
+
+def test_who_does_not_join_a_meeting_is_killed():
+    """After the workers' own deadline; within seconds once somebody has given the meeting up."""
+    play = Play({"a": 3}, min_np=3, start_timeout_s=20)
+    play.ready(0, 1, 2)
+    play.say(0, "joined", generation=0)
+    play.wait(29.9)
+    assert play.signals(1) == []
+    play.wait(0.2)
+    assert (play.signals(0), play.signals(1), play.signals(2)) == ([], KILLED, KILLED)
+    play.kill(1, 2)
+    play.ready(0, 3, 4)
+    play.ready(0, 3, cause="meeting")
+    play.wait(5.1)
+    assert (play.signals(3), play.signals(4)) == ([], KILLED)
 
 
 def updates(play):
@@ -438,31 +480,42 @@ def updates(play):
 @pytest.mark.parametrize(("took", "limit"), [(7, 7), (0.1, 2), (100, 30)])
 def test_a_newcomer_is_waited_for_as_long_as_the_first_one_took_itself(took, limit):
     play = begun({"a": 1}, start_timeout_s=30)
-    play.hosts({"a": 3})
+    play.hosts({"a": 4})
     play.wait(took)
     play.ready(2)
-    play.wait(limit - 0.1)
+    play.wait(limit / 2)
+    play.ready(3)
+    play.wait(limit / 2 - 0.1)
     assert updates(play) == 0
     play.wait(0.2)
     assert updates(play) == 1
-    assert play.commit() == [0, 2]
+    assert play.commit() == [0, 2, 3]
     play.ready(1)
     assert updates(play) == 2
-    assert play.commit() == [0, 2, 1]
+    assert play.commit() == [0, 2, 3, 1]
 
 
 def test_slots_that_go_are_told_at_once():
     """Those that come instead join later, and both is one change."""
-    play = begun({"a": 1, "b": 2}, reset_limit=1)
+    play = begun({"a": 1, "b": 2}, reset_limit=8, max_np=3)
     play.hosts({"a": 1, "c": 2})
     assert updates(play) == 1
     assert play.commit() == [0]
     play.wait(3)
     play.ready(3, 4)
     assert play.commit() == [0, 3, 4]
-    assert play.ending is None
     play.hosts({"a": 1, "c": 1})
-    play.ready(0, 3, 4, cause="updated")
-    reason = "Horovod was shutdown because number of resets during elastic job exceeded limit: 1"
+    play.hosts({"a": 1, "c": 1, "d": 1})
+    assert play.commit() == [0, 3]
+    for newcomer in 5, 6, 7:  # each that comes and each that is lost counts
+        play.wait(11)
+        play.ready(newcomer)
+        assert play.commit() == [0, 3, newcomer]
+        play.kill(newcomer)
+        play.ready(0, 3)
+        play.meet()
+    assert play.ending is None
+    play.ready(0, 3, cause="reset")
+    reason = "Horovod was shutdown because number of resets during elastic job exceeded limit: 8"
     assert play.outcome == (1, reason)
     assert [told["text"] for told in play.told(0, "fail")] == [reason]

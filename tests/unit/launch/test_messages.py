@@ -175,6 +175,10 @@ def test_a_daemon_speaks_for_its_own_workers_and_comes_once(monkeypatch, options
         worker = job.driver._job.workers[0]
         assert (worker.code, worker.pid) == (None, 0)
         assert job.driver._end is None
+        job.say("honest", 2 * framed({"t": "out", "worker": 0, "fd": 1}, b"12345"))
+        job.driver._daemons.acknowledge()
+        received = Channel(job.ends["honest"], TO_DAEMON).receive()
+        assert [message["bytes"] for message in received if message["t"] == "ack"] == [10]
 
 
 def test_messages_to_daemons_and_workers():

@@ -64,9 +64,10 @@ REFUSED = [
     (["--min-np", "3", "-np", "2", "true"], "--min-np 3 is more than -np 2."),
     (["--min-np", "1", "-np", "3", "-H", "localhost:2", "true"], "3 workers are needed, but the hosts have 2 slots"),
     (["--max-np", "257", "true"], "a job has at most 256 workers"),
-    (["--min-np", "1", "--elastic-timeout", "soon", "true"], "--elastic-timeout: 'soon' is not a number of seconds"),
+    (["--min-np", "1", "--elastic-timeout", "0", "true"], "--elastic-timeout: '0' is not a number of seconds"),
     (["--min-np", "1", "--blacklist-cooldown-range", "9", "8", "true"], "the lower one first"),
     (["--min-np", "1", "--blacklist-cooldown-range", "0.5", "8", "true"], "0.5 8: expected 1 to 3600 s"),
+    (["--min-np", "1", "--blacklist-cooldown-range", "8", "3601", "true"], "8 3601: expected 1 to 3600 s"),
     (["--host-discovery-script", "x", "-H", "a", "true"], "both --hosts and --host-discovery-script name hosts."),
     (["--min-np", "1", "--output-filename", "o", "true"], "--output-filename is not for elastic jobs.\n  Fix: omit"),
     (["--reset-limit", "1", "-np", "2", "true"], "--reset-limit is for elastic jobs.\n  Fix: "),
@@ -165,20 +166,20 @@ def test_an_elastic_job_has_numbers_of_workers_and_hosts(monkeypatch, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "hosts").write_text("localhost slots=2\n")
     made = plan(*arguments.split(), "true")
-    assert made.settings.replaces
     assert (made.settings.min_np, made.settings.first_np, made.settings.max_np) == numbers
-    assert (made.hosts, made.script) == (slots, None)
+    assert (made.hosts, made.script, made.settings.replaces) == (slots, None, True)
 
 
 def test_all_other_options_of_an_elastic_job(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    options = ["--reset-limit", "7", "--elastic-timeout", "5", "--blacklist-cooldown-range", "2", "9"]
-    more = ["--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
+    options = ["--reset-limit", "7", "--elastic-timeout", "5", "--blacklist-cooldown-range", "1", "3600"]
+    more = ["--slots", "3", "--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
     made = plan("--host-discovery-script", "./hosts --all", *options, *more, "true", "--min-np", "3")
     settings = made.settings
-    assert made.script.command[-1] == "./hosts --all"
+    script = made.script
+    assert (script.command[-1], script._default, script._environment) == ("./hosts --all", 3, made.environment)
     assert (settings.min_np, settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (1, 7, 5, 8)
-    assert settings.cooldown == (2.0, 9.0)
+    assert settings.cooldown == (1.0, 3600.0)
     given = made.options
     assert (given.event_log, given.no_prefix, given.verbose, given.bind_cores) == ("log", True, True, True)
     assert list(made.command[1:]) == ["--min-np", "3"]
@@ -192,7 +193,7 @@ def test_all_other_options_of_an_elastic_job(monkeypatch, tmp_path):
 def test_times_of_the_environment(setting):
     """Those of the options come before them."""
     names = ("ELASTIC_TIMEOUT", "START_TIMEOUT", "TIMEOUT", "SURVIVOR_TIME", "EXIT_TIMEOUT", "KILL_GRACE", "LEASE")
-    setting(**{f"KVHVD_{name}": str(seconds) for seconds, name in enumerate(names, 11)})
+    setting(**{f"{'KVHVD' if at > 12 else 'HOROVOD'}_{name}": str(at) for at, name in enumerate(names, 11)})
     for options, first in (([], 11), (["--elastic-timeout", "3"], 3)):
         settings = plan("--min-np", "1", *options, "true").settings
         assert [getattr(settings, f"{name.lower()}_s") for name in names] == [first, *range(12, 18)]
@@ -202,23 +203,23 @@ def test_options_of_a_file(config_file, monkeypatch, tmp_path):
     """It comes before the environment, and after the command line."""
     monkeypatch.setenv("KVHVD_START_TIMEOUT", "5")
     path = config_file(
-        "# a job\nnum_proc: 3\nstart-timeout: 9.5\nverbose: yes\nno-prefix: true\nbind-cores: off\nranks: [0, 1]\n"
-        f"timeline-filename: {tmp_path}/t.json\noutput-filename: out\nx: [A=1, 'B=1,2', C=]\n"
+        "# a job\nnum_proc: 3\nstart-timeout: 9.5\nverbose: Yes\nno-prefix: true\nbind-cores: off\nranks: [0, 1]\n"
+        f"timeline-filename: {tmp_path}/t.json\noutput-filename: out\nx: [A=1, 'B=1,2', HOME=]\n"
     )
     made = plan("--config-file", path, "-x", "A=3=4", "true")
     given, environ = made.options, made.environment
     assert (made.settings.max_np, set(given.ranks)) == (3, {0, 1})
     assert (given.verbose, given.no_prefix, given.bind_cores, given.output_filename) == (True, True, False, "out")
     assert (environ["KVHVD_START_TIMEOUT"], environ["HOROVOD_TIMELINE"]) == ("9.5", f"{tmp_path}/t.json")
-    assert (environ["A"], environ["B"], environ["C"]) == ("3=4", "1,2", "")
+    assert (environ["A"], environ["B"], environ["HOME"]) == ("3=4", "1,2", "")
     path = config_file("num-proc: 3\nstart-timeout: 9\nhosts: elsewhere:4\n")
     (tmp_path / "hosts").write_text("localhost:2\n")
     for named in (["-H", "localhost:2"], ["--hostfile", f"{tmp_path}/hosts"]):
         made = plan("--config-file", path, "-np", "2", "--start-timeout", "7", *named, "true")
         assert (made.settings.max_np, made.environment["KVHVD_START_TIMEOUT"]) == (2, "7")
-    path = config_file("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 50\nslots: 2\nreset-limit: 4\n")
+    path = config_file("min-np: 1\nmax_num_proc: 3\nblacklist-cooldown-range: 5 5\nslots: 2\nreset-limit: 4\n")
     settings = plan("--config-file", path, "--reset-limit", "9", "true").settings
-    assert (settings.min_np, settings.max_np, settings.reset_limit, settings.cooldown) == (1, 3, 9, (5.0, 50.0))
+    assert (settings.min_np, settings.max_np, settings.reset_limit, settings.cooldown) == (1, 3, 9, (5.0, 5.0))
 
 
 def test_without_pyyaml(config_file, monkeypatch):
@@ -251,8 +252,9 @@ def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
     assert plan("-np", "1", "true").environment["HOROVOD_TIMELINE"] == "other.json"
     made = plan("-np", "1", "--timeline-filename", "DYNAMIC", "true")
     assert made.environment["HOROVOD_TIMELINE"] == "DYNAMIC"
-    monkeypatch.setenv("KVHVD_CHECKPOINT", "mine")  # so is this one
-    assert plan("-np", "1", "true").environment["KVHVD_CHECKPOINT"] == str(tmp_path / "mine")
+    monkeypatch.setenv("KVHVD_CHECKPOINT", "other")  # so is this one
+    environ = plan("-np", "1", "-x", "KVHVD_CHECKPOINT=mine", "--checkpoint-every", "5", "true").environment
+    assert environ["KVHVD_CHECKPOINT"] == str(tmp_path / "mine")
     environ = plan("-np", "1", "--checkpoint", "c", "--checkpoint-every", "5", "true").environment
     assert (environ["KVHVD_CHECKPOINT"], environ["KVHVD_CHECKPOINT_EVERY"]) == (str(tmp_path / "c"), "5")
 
@@ -260,21 +262,22 @@ def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
 def test_variables_of_the_workers(monkeypatch):
     # As inside a worker of mpirun; none of it is true for our workers.
     foreign = ["PMI_RANK", "PMI_SIZE", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "OMPI_MCA_orte_hnp_uri", "MPI_LOCALRANKID"]
-    foreign += ["HYDI_CONTROL_FD", "KVHVD_DAEMON", "KVHVD_WORKER", "KVHVD_HOSTS"]  # the last ones of another kvhvdrun
+    foreign += ["HYDI_CONTROL_FD", *(f"KVHVD_{name}" for name in ("DAEMON", "WORKER", "HOSTS", "GENERATION", "RANK"))]
     for name in foreign:
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("PYTHONUNBUFFERED", "")  # a choice of the user's, too
     monkeypatch.setenv("OMPI_MCA_btl", "^ofi")  # a choice of the user's
+    monkeypatch.setenv("PYTHONPATH", "/mine:/other")
     made = plan("-np", "3", "--start-timeout", "7", "true")
     environs = [
         environment_of(made, rank, Slot("localhost", rank), Ranks(rank, 3, rank, 3), "f" * 64) for rank in range(3)
     ]
     common = {"KVHVD_SIZE": "3", "KVHVD_LOCAL_SIZE": "3", "KVHVD_START_TIMEOUT": "7", "OMPI_MCA_btl": "^ofi"}
-    common |= {"KVHVD_JOB": made.settings.job, "KVHVD_SECRET": "f" * 64}
+    common |= {"KVHVD_JOB": made.settings.job, "KVHVD_SECRET": "f" * 64, "PYTHONPATH": f"{command._SITE}:/mine:/other"}
     for rank, environ in enumerate(environs):
         places = {"KVHVD_RANK": str(rank), "KVHVD_LOCAL_RANK": str(rank), "KVHVD_SLOT": f"localhost:{rank}"}
         assert {**common, **places}.items() <= environ.items()
-        assert (environ["PYTHONUNBUFFERED"], [name for name in foreign if name in environ]) == ("", [])
+        assert (environ["PYTHONUNBUFFERED"], [name for name in foreign if name in made.environment]) == ("", [])
 
 
 def test_shares_of_cores():
@@ -286,7 +289,7 @@ def test_hosts_that_are_this_one(config_file, monkeypatch):
     for host in ("localhost", "127.0.0.1", socket.gethostname()):
         assert plan("-H", f"{host}:3", "true").settings.max_np == 3
         assert plan("-np", "1", "-H", f"{host}:3", "true").settings.max_np == 1
-    path = config_file("# all of them\n\nlocalhost slots=2  # here\n127.0.0.1:3\n")
+    path = config_file("\ufeff# all of them\n\nlocalhost slots=2  # here\n127.0.0.1:3\n")
     assert plan("--hostfile", path, "true").settings.max_np == 5
     for text, fact in (("", "names no host"), ("localhost slots=2\nlocalhost:1\n", "named twice")):
         with pytest.raises(LaunchError, match=fact):
@@ -326,9 +329,9 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     assert shell_command(["env", *ssh], "node1", where) == ["env", *ssh, "node1", "true", "'/path with space/x'"]
     assert shell_command(["/bin/ssh", "-v"], "node1", ["true"]) == ["/bin/ssh", "-v", "--", "node1", "true"]
     assert shell_command(["srun", "-w", "{host}"], "node1", ["true"]) == ["srun", "-w", "node1", "true"]
-    given = dict.fromkeys(("PATH", "KVHVD_RANK", "USERS", "HOME", "SSH_AUTH_SOCK", "TMPDIR", "XDG_RUNTIME_DIR"), "")
+    given = dict.fromkeys(("PATH", "CUDA_HOME", "USERS", "HOME", "SSH_AUTH_SOCK", "TMPDIR", "XDG_RUNTIME_DIR"), "")
     given |= dict.fromkeys(("SLURM_STEP_NUM_TASKS", "PWD", "HOSTNAME", "BASH_FUNC_x%%"), "")
-    assert list(travelling(given, ["TMPDIR"])) == ["PATH", "KVHVD_RANK", "USERS", "TMPDIR"]
+    assert list(travelling(given, ["TMPDIR"])) == ["PATH", "CUDA_HOME", "USERS", "TMPDIR"]
     for text, fault in [("no-such-shell -x", "is not there"), ("", "is not there"), ("ssh 'x", "No closing quotation")]:
         assert command.main(["-np", "1", "-H", "node1", "--rsh-command", text, "true"]) == 2
         assert fault in capfd.readouterr().err
@@ -336,6 +339,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     assert (made.shell, made.hosts) == (["env"], {"node1": 2, "localhost": 1})
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert plan("-H", "node1:2", "true").shell == ["ssh", *ssh]
+    assert plan("-H", "node1:2", "--rsh-command", "/bin/ssh -v", "true").shell == ["/bin/ssh", "-v", *ssh]
     assert plan("-H", "localhost:2", "true").shell == []
     assert plan("-H", "node1:2", "--network-interfaces", "e0", "true").environment["KVHVD_NETWORK_INTERFACES"] == "e0"
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -371,7 +375,7 @@ def test_hosts_of_slurm(capfd, monkeypatch, tmp_path):
     assert command._plan(command._options(["-np", "2", "/bin/true"]), print).hosts == {"localhost": 2}  # of run()
     assert command.main(["-np", "5", "/bin/true"]) == 2
     assert "hosts have 4 slots.\n  Fix: give more slots, as in sbatch --ntasks-per-node=N." in capfd.readouterr().err
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")  # each of them starts a job of its own
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "3")  # each of them starts a job of its own
     assert plan("-np", "5", "/bin/true").settings.max_np == 5
 
 

@@ -13,6 +13,7 @@ from kvstore_hvd import errors, native
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import ConfigError, InputFailedError, KVHvdError, PeerLostError, TransportError
 from kvstore_hvd.world import segment
+from support.arrays import request_of
 from support.patience import patient, until
 
 
@@ -94,8 +95,7 @@ def test_errors_reach_the_others_whatever_their_texts(how, arguments):
 def test_ctrl_c_ends_the_wait_for_everything():
     theirs, ours = engines_of_two()
     array = np.ones(3, np.float32)
-    place = [array.ctypes.data]
-    ours.submit(native.Request("allreduce", "x", "'x'", place, place, (3,), "float32"))
+    ours.submit(request_of(array, "x"))
     threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
         ours.wait_for_all(2.0)
@@ -108,10 +108,7 @@ def test_nothing_is_under_way_after_ctrl_c():
     """Then the arrays may be freed: a device that has begun is waited for, and the others are told why."""
     ours, theirs = engines_of_two()
     arrays = [np.ones(3, np.float32) for _ in range(2)]
-    places = [[array.ctypes.data] for array in arrays]
-    requests = [
-        native.Request("allreduce", "x", "'x'", place, place, (3,), "float32", on_device=True) for place in places
-    ]
+    requests = [request_of(array, "x", on_device=True) for array in arrays]
     ended = False
 
     def device():

@@ -54,7 +54,7 @@ def test_a_part_says_who_wrote_it_and_when_it_is_complete(tmp_path):
     assert not has_ended(part.path + "x", "s")
     for text in ("", "[]\n", '{"format": 2}\n', '{"format": 1, "colour": 3}\n', "\0\n"):  # no part
         (tmp_path / "x").write_text(text)
-        assert read_header(str(tmp_path / "x")) is None
+        assert (read_header(str(tmp_path / "x")), has_ended(str(tmp_path / "x"), "s")) == (None, False)
 
 
 def test_two_cannot_write_one_part(tmp_path):
@@ -76,7 +76,7 @@ def test_an_operation_is_a_wait_and_a_reduction(tmp_path):
     """Ranks share a clock that begins with the first, though that of its host is 1 ms ahead."""
     target = tmp_path / "t"
     early = event("s0/v", 1000, collective="broadcast", on_link=1500)
-    first = write_part(target, header(0, begin=5000), event("s0/w", 6000), early)
+    first = write_part(target, replace(header(0, begin=5000), error_ns=90), event("s0/w", 6000), early)
     ahead = replace(header(1, begin=1_004_000), ahead_ns=1_000_000, error_ns=70)
     write_trace(str(target), [first, write_part(target, ahead, event("s0/w", 1_006_000))])
     trace = Trace(target)
@@ -91,7 +91,7 @@ def test_an_operation_is_a_wait_and_a_reduction(tmp_path):
     del expected["op"]  # nothing is reduced
     assert trace.row(0, "v (key 1)")[1]["args"] == {**expected, "name": "s0/v", "on_link_us": 1.5}
     assert (trace.about["ts_0_unix_ns"], trace.about["ts_0_monotonic_ns"]) == (10**18, 1_004_000)
-    assert trace.about["clock_error_ns"] == 70
+    assert trace.about["clock_error_ns"] == 90
 
 
 def test_rounds_begin_with_their_first_submission(tmp_path):
@@ -150,9 +150,9 @@ def test_what_a_worker_died_in_the_middle_of_is_left_out(tmp_path):
     path = write_part(target, header(0), event(), lost=2, end=False)
     with open(path, "a") as file:
         file.write('["s0/1","\'1')
-    summary = write_trace(str(target), [path, write_part(target, header(1), event())])
-    assert (summary.operations, summary.lost, summary.ranks, summary.unfinished) == (2, 2, [0, 1], [0])
-    assert Trace(target).about["lost_operations"] == 2
+    summary = write_trace(str(target), [path, write_part(target, header(1), event(), lost=3)])
+    assert (summary.operations, summary.lost, summary.ranks, summary.unfinished) == (2, 5, [0, 1], [0])
+    assert Trace(target).about["lost_operations"] == 5
 
 
 def test_a_trace_is_a_new_file(tmp_path):

@@ -31,11 +31,8 @@ class Fibers final : public Machine {
         states.push_back(std::make_unique<SyncedBlock>());
         states.back()->threads = threads;
         for (std::uint32_t thread = 0; thread < threads; ++thread) {
-          auto fiber = std::make_unique<Fiber>();
-          fiber->place = {this, states.back().get(), thread, block, blocks(player), player};
-          fiber->machine = this;
-          fiber->kernel = &kernel;
-          fibers.push_back(std::move(fiber));
+          fibers.push_back(std::make_unique<Fiber>());
+          fibers.back()->place = {this, states.back().get(), thread, block, blocks(player), player};
         }
       }
     }
@@ -44,14 +41,13 @@ class Fibers final : public Machine {
     for (std::uint32_t& of : patience) of = !even_ && draw(4) == 0 ? draw(64) : 0;
     std::vector<Fiber*> alive;
     for (const auto& fiber : fibers) alive.push_back(fiber.get());
+    kernel_ = &kernel;
     idle_ = 0;
     while (!alive.empty()) {
       if (idle_ > 20000 * fibers.size()) return false;  // slow ranks run once in 64 times
       const std::size_t chosen = draw(static_cast<std::uint32_t>(alive.size()));
       Fiber& fiber = *alive[chosen];
-      if (patience[fiber.place.player] != 0 && draw(patience[fiber.place.player]) != 0) {
-        continue;
-      }
+      if (patience[fiber.place.player] != 0 && draw(patience[fiber.place.player]) != 0) continue;
       running_ = &fiber;
       current = &fiber.place;
       enter(fiber);
@@ -94,8 +90,6 @@ class Fibers final : public Machine {
   };
   struct Fiber {
     Place place;
-    Fibers* machine = nullptr;
-    const std::function<void(std::uint32_t)>* kernel = nullptr;
     ucontext_t first;
     jmp_buf here;
     bool begun = false;
@@ -119,11 +113,12 @@ class Fibers final : public Machine {
     setcontext(&fiber.first);
   }
   static void begin() {
-    Fiber& fiber = *static_cast<Fibers*>(current->machine)->running_;
-    (*fiber.kernel)(fiber.place.player);
+    Fibers& machine = *static_cast<Fibers*>(current->machine);
+    Fiber& fiber = *machine.running_;
+    (*machine.kernel_)(fiber.place.player);
     fiber.done = true;
-    fiber.machine->idle_ = 0;
-    _longjmp(fiber.machine->scheduler_, 1);
+    machine.idle_ = 0;
+    _longjmp(machine.scheduler_, 1);
   }
   void leave() {
     if (_setjmp(running_->here) == 0) _longjmp(scheduler_, 1);
@@ -132,6 +127,7 @@ class Fibers final : public Machine {
   std::mt19937_64 random_;
   const bool even_;
   jmp_buf scheduler_;
+  const std::function<void(std::uint32_t)>* kernel_ = nullptr;
   Fiber* running_ = nullptr;
   std::uint64_t idle_ = 0;
   std::uint64_t clock_ns_ = 0;
