@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import native
 from kvstore_hvd.errors import HorovodInternalError, ShutdownError
 from kvstore_hvd.mxnet import process_sets
@@ -34,6 +35,17 @@ def test_texts_of_any_length_reach_all(rank, size):
     member = process.current().member
     told = [f"{worker}{'é' * 40_000 * (worker % 2)}\udcff" for worker in range(size)]
     assert exchange(member.others(), member.topology, "long texts", told[rank]) == told
+
+
+def test_calls_without_a_name_meet_after_a_reset(rank, size):
+    kvstore_hvd.barrier()
+    with contextlib.suppress(HorovodInternalError):  # each worker makes another number; one that resets ends them all
+        for _ in range(rank):
+            hvd.allreduce(mx.nd.ones((2,)))
+    mine = process.current().member
+    until(lambda: rank or size == 1 or mine.is_lost or mine.engine().missed(1))  # rank 0 lets another one begin
+    kvstore_hvd.reset()
+    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy().tolist() == [size] * 2
 
 
 @pytest.fixture

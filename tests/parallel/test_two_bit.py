@@ -148,10 +148,12 @@ def test_residuals_are_saved(rank, size, tmp_path, monkeypatch):
     other.load_states(str(tmp_path / "states"))
     assert b"".join(each.tobytes() for each in weights(again)) == begin
     assert train(again, other, 3) == end
-    # The residuals of a worker of another world are not taken, and MXNet's own Trainers read the rest.
-    monkeypatch.setattr(kvstore_hvd.Horovod, "num_workers", size + 1)
-    other.load_states(str(tmp_path / "states"))
-    assert not other._kvstore._residuals()
+    # Residuals of another worker, or of another world, are not taken, and MXNet's own Trainers read the rest.
+    for what, value in (("num_workers", size + 1), ("rank", rank + 1)):
+        with monkeypatch.context() as patch:
+            patch.setattr(kvstore_hvd.Horovod, what, value)
+            other.load_states(str(tmp_path / "states"))
+        assert not other._kvstore._residuals()
     mx.gluon.Trainer(again.collect_params(), "adam", {}, kvstore=None).load_states(str(tmp_path / "states"))
 
 

@@ -92,6 +92,14 @@ def test_alone_is_fine_without_others_and_on_request(world, monkeypatch, size):
             step(net, trainer)
 
 
+def test_updates_go_on_from_the_device_that_has_made_most(world):
+    trainer = trainer_of(network(), None)
+    counts = trainer._optimizer._all_index_update_counts
+    counts.update({0: {0: 9, 1: 2}, 1: {0: 6, 1: 3}})
+    mxnet_compat.count_on_own_devices(trainer)
+    assert counts == {0: {0: 9, 1: 3}, 1: {0: 9, 1: 3}}
+
+
 def test_a_store_of_somebody_else_may_exchange(world):
     world.size, net = 4, network()
     trainer = trainer_of(net, type("Theirs", (mx.kvstore.KVStoreBase,), dict(vars(Fake)))(), update_on_kvstore=False)

@@ -151,7 +151,7 @@ def test_ranks_that_are_given(monkeypatch):
     """All of them are the whole world; some are a world of their own, in the order given; others are alone."""
     with pytest.raises(InvalidRequestError, match="distinct ranks from 0 to 0"):
         discover(monkeypatch, {}, [0, 1])
-    for ranks, place in (([], (1, 3)), (range(3), (1, 3)), ([1, 2], (0, 2)), ([0, 2], (0, 1))):
+    for ranks, place in (([], (1, 3)), (range(3), (1, 3)), ([2, 1], (1, 2)), ([0, 2], (0, 1))):
         world = discover(monkeypatch, LAUNCHED, ranks)
         assert (world.topology.rank, world.topology.size) == place
         assert (world.job == "job") == (place[1] == 3)

@@ -5,6 +5,7 @@ Hosts are threads, each with a listening socket of its own.
 
 import contextlib
 import dataclasses
+import logging
 import os
 import select
 import socket
@@ -17,7 +18,7 @@ from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.world import links
 from kvstore_hvd.world.links import connect_hosts, own_addresses
 from kvstore_hvd.world.topology import Host, Topology, World
-from support.patience import patient
+from support.patience import patient, until
 
 LONG_S = patient(60.0)
 JOBS = iter(range(1_000_000))
@@ -74,20 +75,40 @@ def test_a_leader_without_descriptors_waits_for_them(listeners, scarce):
     scarce.check()
 
 
-def test_attempts_of_another_meeting_do_not_meet(listeners):
-    """One host is still at the meeting before, which the others have given up."""
-    late, now = worlds(listeners, meeting=1), worlds(listeners, meeting=2)
+@pytest.mark.parametrize("what", ["meeting", "index"])
+def test_attempts_of_another_meeting_do_not_meet(listeners, what, caplog):
+    """One host is still at the meeting, or at the process set, before, which the others have given up."""
+    late = worlds(listeners)
+    now = [dataclasses.replace(world, **{what: 1}) for world in late]
     lost = threading.Event()
     object.__setattr__(late[0], "lost", lambda: "it was given up" if lost.is_set() else "")
-    with ThreadPoolExecutor(3) as pool:
+    with caplog.at_level(logging.INFO, "kvstore_hvd"), ThreadPoolExecutor(3) as pool:
         former = pool.submit(connect_hosts, late[0], listeners[0])
         others = [pool.submit(connect_hosts, now[host], listeners[host]) for host in (1, 2)]
+        until(lambda: former.done() or caplog.text.count("it does not belong to this world") > 3)
         assert all(not each.done() for each in (former, *others))
         lost.set()
         with pytest.raises(LaunchError, match="given up"):
             former.result(LONG_S)
         assert late[0].unreached == []  # it has not tried for long
         check_connected([connect_hosts(now[0], listeners[0]), *(each.result(LONG_S) for each in others)])
+
+
+def test_a_host_that_has_given_up_comes_again(listeners):
+    """To one that still waits for others, which has its first connection."""
+    of_all, lost = worlds(listeners), []
+    former = dataclasses.replace(of_all[1], lost=lambda: lost and "it gave up")
+    waiting = links._Meeting(of_all[0], listeners[0])
+    with ThreadPoolExecutor(4) as pool:
+        first, gone = pool.submit(waiting.run), pool.submit(connect_hosts, former, listeners[1])
+        connection = until(lambda: waiting._found.get(1))
+        lost.append(1)
+        with pytest.raises(LaunchError, match="it gave up"):
+            gone.result(LONG_S)
+        again = pool.submit(connect_hosts, of_all[1], listeners[1])
+        until(lambda: waiting._found.get(1, connection) is not connection)
+        last = pool.submit(connect_hosts, of_all[2], listeners[2])
+        check_connected([each.result(LONG_S) for each in (first, again, last)])
 
 
 @pytest.mark.parametrize("says", [b"", os.urandom(1000), None], ids=["", "?", "x..."])

@@ -230,3 +230,5 @@ def test_the_name_does_not_show_job_or_secret():
     assert name.startswith(b"\0")  # abstract: no file
     assert not [each for each in (world.job.encode(), world.secret) if each in name]
     assert b"s" * 32 not in repr(world).encode()
+    others = [dataclasses.replace(world, **each) for each in ({"meeting": 1}, {"job": "j"}, {"secret": b"x" * 32})]
+    assert len({name, *map(socket_name, others)}) == 4

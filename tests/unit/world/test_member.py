@@ -28,16 +28,19 @@ def fake():
         yield connection
 
 
-@pytest.mark.parametrize("held", [0, 1])
+@pytest.mark.parametrize("held", [0, 2])
 def test_errors_that_nobody_has_read_are_told_once(fake, held):
     """Two, of which one was put off and one comes from MXNet; one that comes twice; after a call that fails."""
     mine = process.current().member
     mine.defer(MismatchError("'first': ranks disagree on shape.\n  details"))
     fake.adapter.unread.append(InputFailedError("'second': its input failed.\n  details"))
-    mine.hold_unread(held)
+    for _ in range(held):  # one Join in another
+        mine.hold_unread(1)
     with pytest.raises(ValueError, match="wrong"), mine.submitting():
         raise ValueError("wrong")
-    mine.hold_unread(-held)
+    for _ in range(held):
+        mine.check()
+        mine.hold_unread(-1)
     with pytest.raises(MismatchError, match=r"(?s)'first'.*'second'"):
         mine.check()
     mine.check()

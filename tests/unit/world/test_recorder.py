@@ -16,6 +16,7 @@ from kvstore_hvd.native import TimelineEvent
 from kvstore_hvd.timeline import Header, PartWriter, has_ended, main, part_path, read_header, write_trace
 from kvstore_hvd.world.recorder import Recorder, _text
 from kvstore_hvd.world.topology import Host, Topology
+from support.patience import until
 from support.timeline import Trace, parts_of
 
 ALONE = Topology.of(0, [Host.here()], source="single")
@@ -200,6 +201,8 @@ def test_a_file_is_made_and_nothing_else_is_left(tmp_path):
         with pytest.raises(InvalidRequestError, match=r"(?s)recorded already, to '.*t'.*Fix: call stop_timeline"):
             recorder.start(tmp_path / "second", False, None, ALONE)
         assert recorder.is_recording
+        recorder.joined(engine := Mock(**{"take_timeline.return_value": ([], 0)}), ALONE)
+        until(lambda: engine.take_timeline.called)  # before the end, each time
         recorder.stop(None, ALONE)
         assert not recorder.is_recording
         assert Trace(target).ranks() == [0]

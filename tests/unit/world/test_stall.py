@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from kvstore_hvd import native
 from kvstore_hvd.errors import PeerLostError
 from kvstore_hvd.native import Missed, Waiting
 from kvstore_hvd.world.stall import StallInspector, program_line, python_stacks
@@ -44,9 +45,10 @@ class World(FakeConnection):
 
 
 class Stage:
-    def __init__(self, log, rank=0, size=4, check_s=60.0, shutdown_s=0.0, **of_set):
+    def __init__(self, log, rank=0, size=4, check_s=60.0, shutdown_s=0.0, elsewhere=(), **of_set):
         self.world, self.log = World(), log
-        topology = Topology.of(rank, [Host.here()] * size, source="launcher", **of_set)
+        hosts = [Host("other", "other") if each in elsewhere else Host.here() for each in range(size)]
+        topology = Topology.of(rank, hosts, source="launcher", **of_set)
         self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
 
     def look(self, now):
@@ -94,15 +96,15 @@ def test_a_process_set_is_named_with_its_ranks_among_all(stage):
 
 
 def test_the_report_names_operations_ranks_and_processes(stage):
-    here = stage()
+    here = stage(elsewhere=(1,))
     here.world.answer = [waiting(0, 61), waiting(1, 62.4, (1, 3)), waiting(2, 59)]
-    here.world.pids = {3: 0}  # it has never joined
+    here.world.pids = {1: 0, 3: 0}  # the latter has never joined
     (text,) = here.look(0)
     assert text.splitlines() == [
         "rank 0 has waited 62 s for other workers.",
         "  allreduce 'w1' (key 1): 62 s, submitted by ranks 0, 2, not by ranks 1, 3",
         "  allreduce 'w0' (key 0): 61 s, submitted by ranks 0, 2-3, not by rank 1",
-        f"  rank 1 (node, pid {os.getpid()}): see its own report",
+        "  rank 1 (node, pid 0): see its own report",
         "  rank 3 (node, pid 0)",
     ]
     here.world.answer = [waiting(0, 62, (1, 2))]  # another one is late, too
@@ -244,6 +246,11 @@ def test_stacks_are_bounded_and_leave_out_our_own_threads():
     assert "in test_stacks_are_bounded_and_leave_out_our_own_threads" in text
     assert ("kvstore_hvd-" in text, "outer calls left out" in text, "more threads" in text) == (False, True, True)
     assert len(text.splitlines()) < 100
+
+
+def test_the_line_where_all_calls_are_of_libraries_and_the_path_is_long(monkeypatch):
+    monkeypatch.setattr(native, "calls_of", lambda *_: [("x" * 90 + "/train.py", 12, "main", "mxnet.gluon")] * 2)
+    assert program_line() == f"...{'x' * 71}/train.py:12 in main"
 
 
 def test_the_line_is_the_programs_while_it_is_in_the_standard_library():
