@@ -6,6 +6,7 @@ its kernels are compared in `tests/native/test_reduce.cpp`.
 """
 
 import contextlib
+import inspect
 
 import numpy as np
 import pytest
@@ -138,3 +139,22 @@ def test_wrong_arguments(rank, size):
         with pytest.raises(TypeError if first else ValueError, match="numpy" if first else "rank 0 refused the call"):
             hvd.grouped_allgather([x, np.ones(2) if first else x])
     assert hvd.allgather(x).shape == (2 * size, 2)
+    many = mx.np.ones((2, *[1] * 9))
+    assert hvd.allgather(many).shape == (2 * size, *[1] * 9)
+
+
+def test_arguments_have_horovods_places():
+    how = "name priority prescale_factor postscale_factor process_set"
+    for names, places in {
+        ("allreduce", "allreduce_"): f"tensor average {how} op",
+        ("grouped_allreduce", "grouped_allreduce_"): f"tensors average {how} op",
+        ("broadcast", "broadcast_"): "tensor root_rank name priority process_set",
+        ("allgather",): "tensor name priority process_set",
+        ("alltoall",): "tensor splits name priority process_set",
+        ("reducescatter",): f"tensor op {how}",
+        ("broadcast_parameters",): "params root_rank prefix process_set",
+        ("broadcast_object",): "obj root_rank name process_set",
+        ("allgather_object",): "obj name process_set",
+    }.items():
+        for name in names:
+            assert list(inspect.signature(getattr(hvd, name)).parameters) == places.split()

@@ -13,7 +13,7 @@ words, options = sys.argv[1:], {}
 while words[0].startswith("--"):
     name, _, value = words.pop(0).partition("=")
     options[name[2:]] = value
-assert (options["nodes"], options["ntasks"]) == ("1", "1")
+assert (options["nodes"], options["ntasks"], options["overlap"]) == ("1", "1", "")
 variables = {**os.environ, "SLURM_PROCID": "0", "SLURMD_NODENAME": options["nodelist"]}
 # Standard input is passed on as it is; of the output whole lines, as srun does, and the rest at the end.
 child = subprocess.Popen(words, env=variables, stdout=subprocess.PIPE, start_new_session=True)

@@ -71,6 +71,8 @@ def test_the_jobs_checkpoint(job_checkpoint, monkeypatch, tmp_path, caplog):
     ranks = [1]
     one = ObjectState(lambda value: value, lambda: ranks[0], step=1)
     assert "there is no checkpoint" in checkpoint.resume(one, is_newcomer=False)
+    with pytest.raises(InvalidRequestError, match="has something of this name"):
+        state(commit=1)
     one.commit()
     one.save(path)
     state(step=7).commit()
