@@ -1,5 +1,6 @@
 """Gradients in shared memory: when they come there, and when they must not; what MXNet makes anew; its memory."""
 
+import copy
 import gc
 
 import numpy as np
@@ -34,6 +35,7 @@ def test_gradients_that_were_there_before_move(rank, size, name):
     born = built("dense")
     assert are_in_arena(born) == [size > 1] * 4
     assert all((gradient == 0).all() for gradient in gradients(born))
+    assert len(gradients(copy.deepcopy(born))) == 4
     for dtype in ("float16", "float64"):
         born.cast(dtype)
         assert are_in_arena(born) == [size > 1] * 4
