@@ -29,10 +29,12 @@ TESTS = {
     "numpy_ops": "parallel/numpy_ops parallel/gpu_ops parallel/fuzz",
     "timeline": "unit/world/test_recorder parallel/timeline parallel/report",
     "store": "parallel/kvstore parallel/sparse parallel/two_bit parallel/verify parallel/fuzz",
-    "world": "unit/adapter parallel/resets parallel/hvd_basics parallel/fuzz parallel/timeline integration/lifecycle hosts",
+    "world": "unit/adapter parallel/resets parallel/hvd_basics parallel/fuzz parallel/timeline integration/lifecycle "
+    "hosts",
     "native/base": "parallel/fuzz test_units",
     "native/bindings": "parallel/fuzz unit/adapter",
-    "native/engine": "parallel/fuzz test_engine test_engine_errors test_programs test_schedule test_stall",
+    "native/engine": "parallel/fuzz test_devices test_engine test_engine_errors test_programs test_report test_schedule "
+    "test_stall",
     "native/link": "test_link test_tcp test_programs test_engine_errors@2 test_stall@2",
     "native/mxnet": "parallel/fuzz unit/adapter test_units",
     "native/reduce": "parallel/fuzz test_reduce",
