@@ -57,27 +57,14 @@ def test_a_rank_that_ends_is_named_by_all_others(run, fault, how, code):
         assert "  Fix: " in error
 
 
-LEAVES = """
-import numpy as np
-import kvstore_hvd
-kvstore_hvd.init()
-kvstore_hvd.allreduce(np.ones(1), 'both')
-if rank == 1: sys.exit()
-try:
-    kvstore_hvd.allreduce(np.ones(1), 'alone')
-except kvstore_hvd.HorovodInternalError as error:
-    say(f'caught: {error}\\n', sys.stderr)
-"""
-
-
 @pytest.mark.parametrize("launcher", [kvhvdrun(), mpirun()], ids=["tcp", "mpi"])
 def test_a_rank_that_ends_on_another_host_is_named(run, launcher):
     """Although it ends in good order, and with who waits for it, in what."""
     if launcher is None:
         pytest.skip("no mpirun and mpi4py beside this interpreter")
-    told = run("-np 2", LEAVES, launcher=launcher, KVHVD_TEST_HOSTS="2").err
-    how = r"rank 1 \(.*pid \d+\) left in good order.*, while rank 0 is waiting in allreduce 'alone'"
-    assert re.search(rf"caught: \[rank 0/2\] .*{how}", told), told
+    told = run("-np 3", SUM.format(fault="sys.exit()"), launcher=launcher, code=None, KVHVD_TEST_HOSTS="2,1").err
+    how = r"rank 2 \(.*pid \d+\) left in good order.*, while rank [01] is waiting in allreduce 'weight'"
+    assert re.search(rf"caught: PeerLostError: \[rank [01]/3\] .*{how}", told), told
     assert "Fix: give all workers the same number of steps" in told
 
 

@@ -40,6 +40,16 @@ class Traced(elastic.ObjectState):
     sync, restore, save, on_reset, reset = map(noting, ("sync", "restore", "save", "on_reset", "reset"))
 
 
+@elastic.run
+def interrupted(state, skip_sync=False):
+    """Interrupts itself once, after a step that is saved."""
+    if state.step == 0:
+        state.step = 1
+        state.save()
+        raise HostsUpdatedInterrupt(skip_sync)
+    return state.step
+
+
 def lose_the_world(rank, size):
     if size == 1:
         raise HorovodInternalError("there is one worker only")
@@ -263,36 +273,19 @@ def test_who_comes_in_an_earlier_run_is_told(rank, size, monkeypatch):
     """A newcomer begins the program at its beginning, where the others have been long ago. They go on without it."""
     monkeypatch.setattr(run_module, "_numbers", itertools.count(2 if rank == 0 else 1))
     state = Traced(step=0)
-
-    @elastic.run
-    def train(state):
-        if state.step == 0:
-            state.step = 1
-            state.save()
-            raise HostsUpdatedInterrupt(skip_sync=False)
-        return state.step
-
     if rank == 0:
-        assert train(state) == 1
+        assert interrupted(state) == 1
     else:
         with pytest.raises(InvalidRequestError, match=f"rank {rank}/{size}.*call 1 of run.*call 2"):
-            train(state)
+            interrupted(state)
         process_sets.rejoin()  # rank 0 would lose this worker, which would end now
         state.sync()
 
 
 def test_an_interrupt_on_some_skips_no_sync(rank, size):
     state = Traced(step=0)
-
-    @elastic.run
-    def train(state):
-        if state.step == 0:
-            state.step = 1
-            state.save()
-            raise HostsUpdatedInterrupt(skip_sync=rank == 0)
-        return state.calls.count("sync")
-
-    assert train(state) == (2 if size > 1 else 1)
+    interrupted(state, skip_sync=rank == 0)
+    assert state.calls.count("sync") == (2 if size > 1 else 1)
 
 
 def test_what_was_made_before_a_loss_works_after_it(dynamic, rank, size):

@@ -4,6 +4,7 @@ import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 
 import kvstore_hvd
@@ -114,6 +115,9 @@ def test_in_a_forked_child(rank, size):
         if size > 1:  # alone there is nobody to disturb
             with pytest.raises(kvstore_hvd.NotInitializedError):
                 hvd.allreduce(mx.nd.ones((2,)))
+            for call in (kvstore_hvd.init, kvstore_hvd.reset, lambda: kvstore_hvd.allreduce(np.ones(1), "child")):
+                with pytest.raises(kvstore_hvd.ShutdownError):
+                    call()
 
     in_child(ask)
 

@@ -125,16 +125,13 @@ def test_states_are_counted_on_whatever_device(rank, size, how, tmp_path):
         state = GluonState(nets[1], resumed)
     for one, other in zip(parameters(nets[1]), parameters(nets[0])):
         one.set_data(other.data(device))
-    path = str(tmp_path / "states")
-    whole.save_states(path)
+    path = tmp_path / "states"
+    whole.save_states(str(path))
     if how == "file":
-        with open(path, "rb") as file:
-            content = hvd.broadcast_object(file.read())
-        with open(path, "wb") as file:
-            file.write(content)
+        path.write_bytes(hvd.broadcast_object(path.read_bytes()))
     root = 0 if how == "state" else size // 2  # some have a lower rank, and some a higher one
     if how == "file" or rank == root:
-        resumed.load_states(path)
+        resumed.load_states(str(path))
     if how == "broadcast":
         hvd.broadcast_trainer_states(resumed, root)
     elif how == "state":

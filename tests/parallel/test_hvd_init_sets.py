@@ -4,8 +4,8 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import config
 from kvstore_hvd.mxnet import process_sets
+from support.zero_copy import settings
 
 mx = pytest.importorskip("mxnet")
 
@@ -75,17 +75,15 @@ def test_all_objects_end_together(fresh, size):
     assert second.included() is (hvd.rank() == 0)
 
 
-WRONG = [
-    ([[0], [0]], r"process_sets has the set of rank 0 twice"),
-    ([[0], [1, 99]], r"names rank 99, but there are \d workers"),
-    ([[0], []], r"is empty"),
-    ([[]], r"is empty"),
-]
-
-
 def test_after_an_error_it_can_be_repeated(fresh, rank, size):
     """A ValueError on every worker, with the world joined and no set added: the next call may be right."""
-    for ranks, text in (*WRONG, ([range(size)], r"exists already: ProcessSet\(process_set_id=0")):
+    for ranks, text in (
+        ([[0], [0]], r"process_sets has the set of rank 0 twice"),
+        ([[0], [1, 99]], r"names rank 99, but there are \d workers"),
+        ([[0], []], r"is empty"),
+        ([[]], r"is empty"),
+        ([range(size)], r"exists already: ProcessSet\(process_set_id=0"),
+    ):
         sets = [hvd.ProcessSet(each) for each in ranks]
         with pytest.raises(ValueError, match=text if size > 1 else "exists already|twice|is empty|names rank"):
             hvd.init(process_sets=sets)
@@ -112,19 +110,15 @@ def test_what_is_no_list_of_sets():
 
 
 @pytest.mark.parametrize("how", ["argument", "HOROVOD_DYNAMIC_PROCESS_SETS", "KVHVD_DYNAMIC_PROCESS_SETS"])
-def test_dynamic_process_sets(fresh, rank, size, how, monkeypatch):
+def test_dynamic_process_sets(fresh, rank, size, how):
     """Sets may be added once `init` or the environment says so, until `shutdown`."""
-    if how != "argument":
-        monkeypatch.setenv(how, "1")
-        config.reload()
-    hvd.init(process_sets="dynamic" if how == "argument" else None)
-    if size > 1:
-        last = hvd.add_process_set([size - 1])
-        assert last.included() is (rank == size - 1)
-        assert hvd.remove_process_set(last) is True
-    hvd.shutdown()
-    monkeypatch.undo()
-    config.reload()
+    with settings(**({} if how == "argument" else {how: "1"})):
+        hvd.init(process_sets="dynamic" if how == "argument" else None)
+        if size > 1:
+            last = hvd.add_process_set([size - 1])
+            assert last.included() is (rank == size - 1)
+            assert hvd.remove_process_set(last) is True
+        hvd.shutdown()
     hvd.init()
     for call in (lambda: hvd.add_process_set([0]), lambda: hvd.remove_process_set(hvd.global_process_set)):
         with pytest.raises(ValueError, match=r"cannot be added or removed(.|\n)*HOROVOD_DYNAMIC_PROCESS_SETS=1"):

@@ -12,7 +12,7 @@ from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidReque
 from kvstore_hvd.join import Join
 from kvstore_hvd.world import process
 from support import gluon
-from support.gluon import assert_alike, backward, batch_of, bits_of, mlp, network, parameters, states_of, weights
+from support.gluon import array, assert_alike, backward, batch_of, mlp, network, parameters, states_of, weights
 from support.joinables import Counter, Nothing
 from support.zero_copy import meet_again, settings
 
@@ -30,8 +30,8 @@ def train(net, trainer, steps=1, seed=1):
     gluon.train(net, trainer, *[batch_of(seed)] * steps, size=BATCH)
 
 
-def assert_same_everywhere(net, trainer):
-    mine = bits_of(net), states_of(trainer)
+def assert_same_everywhere(trainer):
+    mine = [each.asnumpy().tobytes() for param in trainer._params for each in param.list_data()], states_of(trainer)
     assert hvd.allgather_object(mine) == [mine] * hvd.size()
 
 
@@ -62,7 +62,7 @@ def test_several_devices_and_a_schedule(rank, size):
             backward(net, [batch_of(step, rank, ctx=ctx) for ctx in contexts])
             trainer.step(2 * BATCH)
     assert trainer._optimizer.num_update == 2 * size
-    assert_same_everywhere(net, trainer)
+    assert_same_everywhere(trainer)
     for first, second in zip(weights(net, 0), weights(net, 1)):
         np.testing.assert_array_equal(first, second)
 
@@ -80,7 +80,7 @@ def test_no_batch_and_no_shape(rank, size, empty, follows):
             train(net, trainer, 2)
     assert parameters(net)[0].shape == (5, 8)
     # Running statistics, too: those of one that joined last.
-    assert_same_everywhere(net, trainer)
+    assert_same_everywhere(trainer)
 
 
 @pytest.mark.parametrize(("last", "beside"), [("lowest", ""), ("two", "another"), ("lowest", "a Join within")])
@@ -101,7 +101,7 @@ def test_statistics_are_those_of_who_joined_last(rank, size, last, beside):
     everybody = hvd.allgather_object(own)
     assert len({each.tobytes() for each in everybody}) == size
     np.testing.assert_array_equal(running_statistics(net), everybody[max(longest)])
-    assert_same_everywhere(net, trainer)
+    assert_same_everywhere(trainer)
 
 
 def running_statistics(net):
@@ -195,35 +195,23 @@ def test_the_scale_of_amp(rank, size):
                     mx.autograd.backward(scaled)
             trainer.step(BATCH)
     assert trainer._optimizer.num_update == 3 * size - (size > 1)
-    assert_same_everywhere(net, trainer)
+    assert_same_everywhere(trainer)
     assert_alike(np.array([scaler.loss_scale, scaler._unskipped, trainer._scale]))
-
-
-class Product(mx.gluon.Block):
-    """Multiplies with a parameter: something that MXNet can do in float16 on a CPU."""
-
-    def __init__(self):
-        super().__init__()
-        make = mx.gluon.Parameter if gluon.is_mxnet_2() else self.params.get
-        self.weight = make("weight", shape=(4,))
-
-    def forward(self, x):
-        return x * self.weight.data(x.ctx)
 
 
 @pytest.mark.parametrize("initial", [False, True])
 def test_small_gradients_of_float16(rank, size, initial):
     """They are divided by the optimizer, in float32: as means they would vanish. On two devices."""
-    net, contexts = Product(), [mx.cpu(0), mx.cpu(1)]
-    net.initialize(mx.init.Zero(), ctx=contexts)
-    net.cast("float16")
-    trainer = trainer_of(net, learning_rate=1.0, multi_precision=True)
+    weight, contexts = mx.gluon.Parameter("weight", shape=(4,)), [mx.cpu(0), mx.cpu(1)]
+    weight.initialize(mx.init.Zero(), ctx=contexts)
+    weight.cast("float16")
+    trainer = hvd.DistributedTrainer([weight], "sgd", {"learning_rate": 1.0, "multi_precision": True})
     values = np.full(4, 6.85e-5, "float16")
     batch_size = 1024 * (1 + rank)
     with Join([trainer], divide_by_initial_world_size=initial):
         for _ in range(1 + (rank == size - 1)):
             with mx.autograd.record():
-                losses = [net(gluon.array(values, ctx)).sum() for ctx in contexts]
+                losses = [(array(values, ctx) * weight.data(ctx)).sum() for ctx in contexts]
             mx.autograd.backward(losses)
             trainer.step(batch_size)
     gradient = 2 * float(values[0])
@@ -232,7 +220,7 @@ def test_small_gradients_of_float16(rank, size, initial):
     (state,) = trainer._updaters[0].states.values()
     (master,) = (each for each in state if each is not None)
     np.testing.assert_allclose(-master.asnumpy(), np.full(4, first + second), rtol=2e-3)  # sums are rounded to float16
-    assert_same_everywhere(net, trainer)
+    assert_same_everywhere(trainer)
 
 
 # -- Several contexts, nested ones, other joinables and errors ---------------------------------------------------------
@@ -246,9 +234,9 @@ def two():
 
 
 def assert_updates(two, first, second):
-    for net, trainer, count in zip(*two[:2], (first, second)):
+    for trainer, count in zip(two[1], (first, second)):
         assert trainer._optimizer.num_update == count
-        assert_same_everywhere(net, trainer)
+        assert_same_everywhere(trainer)
 
 
 def test_two_trainers_in_any_pattern(rank, size, two):
@@ -265,14 +253,14 @@ def test_two_trainers_in_any_pattern(rank, size, two):
 @pytest.mark.parametrize("trainer_first", [False, True])
 def test_with_other_joinables(rank, size, trainer_first, two):
     """Then each iteration tells that this worker is still there, as in PyTorch."""
-    net, trainer, other = two[0][0], two[1][0], Counter()
+    trainer, other = two[1][0], Counter()
     calls = [lambda: two[2](0), lambda: other.count(1)]
     with Join([trainer, other] if trainer_first else [other, trainer]):
         for _ in range(1 + rank):
             for call in calls if trainer_first else calls[::-1]:
                 call()
     assert other.sums == [size - step for step in range(size)]
-    assert_same_everywhere(net, trainer)
+    assert_same_everywhere(trainer)
 
 
 @pytest.mark.slow
@@ -292,13 +280,19 @@ def test_a_worker_that_waits_long_is_no_stall(rank, size, caplog):
 
 def test_what_is_refused(rank, size, two):
     params, trainer = two[0][0].collect_params(), two[1][0]
+    store = mx.kv.create("horovod")
+    shared = [mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=store) for net in two[0]]
     for wrong, error, text in (
-        (mx.gluon.Trainer(params, "sgd", kvstore=None), InvalidRequestError, "kvstore='horovod'"),
-        (mx.gluon.Trainer(params, "sgd", kvstore="device"), InvalidRequestError, "kvstore='horovod'"),
-        (3, TypeError, "Trainers of Gluon, not a int"),
+        ([mx.gluon.Trainer(params, "sgd", kvstore=None)], InvalidRequestError, "kvstore='horovod'"),
+        ([mx.gluon.Trainer(params, "sgd", kvstore="device")], InvalidRequestError, "kvstore='horovod'"),
+        ([3], TypeError, "Trainers of Gluon, not a int"),
+        (shared, InvalidRequestError, "two Trainers use the same store"),
+        ([trainer, trainer], ValueError, "given twice"),
     ):
         with pytest.raises(error, match=text):
-            Join([wrong])
+            Join(wrong)
+    with Join([trainer]), pytest.raises(RuntimeError, match="in a Join already"), Join([trainer]):
+        pass
     with pytest.raises(TypeError, match="divide_by_inital_world_size"):
         Join([trainer], divide_by_inital_world_size=False)
     if size > 1:
@@ -312,20 +306,9 @@ def test_what_is_refused(rank, size, two):
             with pytest.raises(InvalidRequestError, match="its gradient is stale"):
                 trainer.step(BATCH, ignore_stale_grad=True)
             two[2](0)
-    assert_same_everywhere(two[0][0], trainer)
+    assert_same_everywhere(trainer)
     two[2](0)
     trainer.allreduce_grads()  # outside of a Join it is what it was
-
-
-def test_trainers_that_nobody_could_tell_apart(rank, size, two):
-    store = mx.kv.create("horovod")
-    shared = [mx.gluon.Trainer(net.collect_params(), "sgd", kvstore=store) for net in two[0]]
-    with pytest.raises(InvalidRequestError, match="two Trainers use the same store"):
-        Join(shared)
-    with pytest.raises(ValueError, match="given twice"):
-        Join([shared[0], shared[0]])
-    with Join([shared[0]]), pytest.raises(RuntimeError, match="in a Join already"), Join([shared[0]]):
-        pass
 
 
 @pytest.mark.parametrize("last_is_common", [False, True])
@@ -386,7 +369,7 @@ def test_one_thread_only(rank, size, two):
     thread.join()
     with other:
         pass
-    assert_same_everywhere(two[0][0], two[1][0])
+    assert_same_everywhere(two[1][0])
 
 
 @pytest.mark.needs(2)

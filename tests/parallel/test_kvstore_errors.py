@@ -25,14 +25,6 @@ def kv(world, size):
     assert x.asnumpy().tolist() == [size] * 4
 
 
-def last(rank, size):
-    return rank == size - 1
-
-
-def others(size):
-    return "rank 0" if size == 2 else f"ranks 0-{size - 2}"
-
-
 @pytest.mark.needs(2)
 @pytest.mark.parametrize("way", ["pushpull", "step"])
 def test_a_key_that_gets_another_name_is_called_by_that(kv, rank, size, way):
@@ -41,7 +33,7 @@ def test_a_key_that_gets_another_name_is_called_by_that(kv, rank, size, way):
     step = kv._make_step([(3, x, 0)])
     for name in ("first", "second", "third"):
         kv._set_key_labels({3: name})
-        if name == "third" and last(rank, size):
+        if name == "third" and rank == size - 1:
             kv.pushpull(3, mx.nd.ones(5))
         elif way == "pushpull" or not kv._exchange(step):
             kv.pushpull(3, x)
@@ -54,12 +46,13 @@ def test_a_key_that_gets_another_name_is_called_by_that(kv, rank, size, way):
 @pytest.mark.needs(2)
 def test_compression_differs(kv, rank, size):
     none, half = {"type": "none"}, {"type": "fp16"}
+    others = "rank 0" if size == 2 else f"ranks 0-{size - 2}"
     for own, others_have, shown in (
-        ({"threshold": 0.25}, {}, f"2bit, threshold 0.5: {others(size)}    2bit, threshold 0.25: rank {size - 1}"),
-        ({"threshold": 0.1}, none, f"not 2bit: {others(size)}    2bit, threshold 0.1"),
-        (half, none, f"none: {others(size)}    fp16: rank {size - 1}"),
+        ({"threshold": 0.25}, {}, f"2bit, threshold 0.5: {others}    2bit, threshold 0.25: rank {size - 1}"),
+        ({"threshold": 0.1}, none, f"not 2bit: {others}    2bit, threshold 0.1"),
+        (half, none, f"none: {others}    fp16: rank {size - 1}"),
     ):
-        kv.set_gradient_compression({"type": "2bit", **(own if last(rank, size) else others_have)})
+        kv.set_gradient_compression({"type": "2bit", **(own if rank == size - 1 else others_have)})
         x = mx.nd.full(5, rank)
         kv.pushpull("w", x)
         with pytest.raises(MismatchError, match="'w': ranks disagree on gradient compression") as caught:
@@ -73,7 +66,7 @@ def test_compression_differs(kv, rank, size):
 @pytest.mark.needs(2)
 def test_unread_error_is_raised_by_a_later_call_once(kv, rank, size):
     """That call has done its work nevertheless."""
-    x, y, raised = mx.nd.ones(3 if last(rank, size) else 4), mx.nd.ones(1), 0
+    x, y, raised = mx.nd.ones(3 if rank == size - 1 else 4), mx.nd.ones(1), 0
     kv.pushpull("w", x)
     for _ in range(100):
         y[:] = 1
@@ -97,16 +90,20 @@ def test_a_failed_broadcast_leaves_the_outs(kv, rank, size):
     assert x.asnumpy().tolist() == [1] * x.size
 
 
-def wrong_calls():
+def test_wrong_calls(kv):
     x, csr = mx.nd.ones((2, 2)), mx.nd.ones((2, 2)).tostype("csr")
-    yield (lambda kv: kv.pushpull(3, x.asnumpy())), TypeError, r"kvstore_hvd.allreduce\(x, name"
-    yield (lambda kv: kv.pushpull(3, csr)), TypeError, "sparse_grad=False"
-    yield (lambda kv: kv.pushpull(3, x, out=csr)), UnsupportedDtypeError, "tostype"
-    yield (lambda kv: kv.pushpull(3, [x, x.astype("int8")])), TypeError, "cast them to one dtype"
-    yield (lambda kv: kv.pushpull(3, [x, mx.nd.ones(7)])), InvalidRequestError, "one shape"
-    for each in (mx.np.ones(2, dtype=dtype) for dtype in (["int16", "uint16", "uint32"] if is_mxnet_2() else [])):
-        yield (lambda kv, each=each: kv.pushpull(3, each)), UnsupportedDtypeError, "astype"
-    for parameters, error, fix in (
+    others = [mx.np.ones(2, dtype=dtype) for dtype in (["int16", "uint16", "uint32"] if is_mxnet_2() else [])]
+    for given, error, fix in (
+        ((x.asnumpy(),), TypeError, r"kvstore_hvd.allreduce\(x, name"),
+        ((csr,), TypeError, "sparse_grad=False"),
+        ((x, csr), UnsupportedDtypeError, "tostype"),
+        (([x, x.astype("int8")],), TypeError, "cast them to one dtype"),
+        (([x, mx.nd.ones(7)],), InvalidRequestError, "one shape"),
+        *(((each,), UnsupportedDtypeError, "astype") for each in others),
+    ):
+        with pytest.raises(error, match=rf"Fix: .*{fix}"):
+            kv.pushpull(3, *given)
+    for given, error, fix in (
         ({"type": "1bit"}, InvalidRequestError, "fp16.*2bit"),
         ({"type": "2bit", "treshold": 1}, InvalidRequestError, "'threshold': 0.5"),
         ({"type": "fp16", "x": 1}, InvalidRequestError, "fp16"),
@@ -117,13 +114,8 @@ def wrong_calls():
         ),
         *(({"type": "2bit", "threshold": each}, TypeError, "positive number") for each in ("0.5", None, True)),
     ):
-        yield (lambda kv, given=parameters: kv.set_gradient_compression(given)), error, fix
-
-
-def test_wrong_calls(kv):
-    for call, error, fix in wrong_calls():
         with pytest.raises(error, match=rf"Fix: .*{fix}"):
-            call(kv)
+            kv.set_gradient_compression(given)
 
 
 @pytest.mark.needs(2)

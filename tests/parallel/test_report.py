@@ -7,20 +7,13 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from support import gluon
-from support.gluon import backward, batch_of, mlp, names_of, network, parameters
+from support.gluon import backward, batch_of, mlp, names_of, network, parameters, train
+from support.networks import trainer_of
 
 mx = pytest.importorskip("mxnet")
 
 STEPS = 3
 TIMES = ("queued", "reducing", "exposed")
-
-
-def train(net):
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=mx.kv.create("horovod"))
-    gluon.train(net, trainer, *[batch_of(1)] * STEPS)
-    mx.nd.waitall()
-    return trainer
 
 
 def test_gradients_of_a_training(rank, size):
@@ -31,7 +24,9 @@ def test_gradients_of_a_training(rank, size):
     assert str(empty).startswith(f"{size} workers; nothing; 0.0 MiB; ")
     before = empty["rounds"]
     begin = time.monotonic()
-    trainer = train(net)
+    trainer = trainer_of(net)
+    train(net, trainer, *[batch_of(1)] * STEPS)
+    mx.nd.waitall()
     report = trainer._kvstore.report()
     elapsed = time.monotonic() - begin
     assert report["workers"] == size
@@ -70,7 +65,7 @@ def test_why_gradients_are_staged(kv, rank, size, caplog, devices, why):
     """Gradients that no arena can have, and what no Trainer owns; the log says why once for each gradient."""
     contexts = list(map(mx.cpu, devices))
     net = network(mx.gluon.nn.Dense(3, in_units=8), contexts=contexts)
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=kv)
+    trainer = trainer_of(net, kv)
     with caplog.at_level(logging.DEBUG, "kvstore_hvd"):
         for _ in range(STEPS):
             backward(net, [batch_of(1, ctx=where) for where in contexts])

@@ -186,15 +186,10 @@ STEPS, BATCH = 4, 5
 OPTIMIZER = {"learning_rate": 0.5, "lazy_update": False, "wd": 0.01}
 
 
-def embedding(sparse_grad):
+def train(trainer_of, sparse_grad, ranks, batch, steps=STEPS, around=contextlib.nullcontext):
     net = mx.gluon.nn.Embedding(ROWS, WIDTH, sparse_grad=sparse_grad)
     net.initialize()
     net.weight.set_data(mx.nd.array(np.random.default_rng(7).uniform(-1, 1, (ROWS, WIDTH))))
-    return net
-
-
-def train(trainer_of, sparse_grad, ranks, batch, steps=STEPS, around=contextlib.nullcontext):
-    net = embedding(sparse_grad)
     trainer = trainer_of(net.collect_params())
     with around(trainer):
         for number in range(steps):

@@ -5,7 +5,6 @@ import threading
 import numpy as np
 import pytest
 
-import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import HorovodInternalError, MismatchError, UnsupportedDtypeError
 from kvstore_hvd.mxnet_compat import dtype_name
 from kvstore_hvd.world import process
@@ -239,12 +238,10 @@ def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
     options = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
     if who == "store":
         trainer = mx.gluon.Trainer(trained, "sgd", options, kvstore=mx.kv.create("horovod"))
-    elif who == "optimizer":
-        optimizer = hvd.DistributedOptimizer(mx.optimizer.create("sgd", **options))
-        trainer = mx.gluon.Trainer(trained, optimizer, kvstore=None)
     else:
+        kind = "DistributedOptimizer" if who == "optimizer" else "DistributedTrainer"
         how_sent = {"compression": gluon.OwnCompression} if who == "compressed" else {}
-        trainer = hvd.DistributedTrainer(trained, "sgd", options, **how_sent)
+        trainer = gluon.distributed(kind, trained, "sgd", options, **how_sent)
     alone = mx.gluon.Trainer(expected, "sgd", options, kvstore=None)
     for step in range(6):
         if takes_part(step, rank):
@@ -272,17 +269,12 @@ def single(**options):
     return mx.gluon.nn.Dense(1, in_units=1, use_bias=False, **options)
 
 
-@pytest.mark.parametrize("who", ["distributed", "optimizer"])
-def test_gradients_that_are_stale_on_one_device(rank, size, who):
+@pytest.mark.parametrize("kind", ["DistributedTrainer", "DistributedOptimizer"])
+def test_gradients_that_are_stale_on_one_device(rank, size, kind):
     """A worker's devices get the same update, whichever of them have a batch."""
     net = network(single(), contexts=[mx.cpu(0), mx.cpu(1)])
-    optimizer = mx.optimizer.create("sgd", learning_rate=1.0)
-    if who == "optimizer":
-        trainer = mx.gluon.Trainer(parameters(net), hvd.DistributedOptimizer(optimizer), kvstore="device")
-    else:
-        trainer = hvd.DistributedTrainer(parameters(net), optimizer)
-    (first,) = parameters(net)[0].list_data()[:1]
-    before = first.asnumpy()
+    trainer = gluon.distributed(kind, parameters(net), "sgd", {"learning_rate": 1.0}, kvstore="device")
+    (before,) = gluon.weights(net)
     for step in range(3):
         for device, weight in enumerate(parameters(net)[0].list_data()):
             if step == 0 or (rank, device) == (0, 0):
@@ -344,9 +336,7 @@ def test_stale_gradients_after_other_updates(rank, how):
 
 @pytest.mark.needs(2)
 def test_ignore_stale_grad_on_one_worker(rank, size):
-    trainer = mx.gluon.Trainer(mlp(seed=3).collect_params(), "sgd", kvstore=mx.kv.create("horovod"))
-    trainer._init_kvstore()
-    trainer._init_params()
+    trainer = make_trainer(mlp(seed=3).collect_params())
     mx.nd.waitall()
     engine = process.current().member.engine()
 

@@ -7,9 +7,9 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import config
 from support.gluon import array, backward, batch_of, is_mxnet_2, mlp, names_of, network, parameters
-from support.zero_copy import meet_again
+from support.networks import trainer_of
+from support.zero_copy import meet_again, settings
 
 mx = pytest.importorskip("mxnet")
 
@@ -112,10 +112,6 @@ def test_something_else_is_refused_before_anything_is_sent(world):
 # -- A Trainer ----------------------------------------------------------------------------------------------------
 
 
-def trainer_of(net, store):
-    return mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore=store)
-
-
 def step(net, trainer, updates_only=False):
     backward(net, [batch_of(1)])
     if updates_only:
@@ -126,13 +122,10 @@ def step(net, trainer, updates_only=False):
 
 
 @pytest.fixture
-def every_second(monkeypatch, world):
+def every_second(world):
     """Have Trainers that start from now on verify every second update."""
-    monkeypatch.setenv("KVHVD_VERIFY_EVERY", "2")
-    config.reload()
-    yield
-    monkeypatch.undo()
-    config.reload()
+    with settings(KVHVD_VERIFY_EVERY="2"):
+        yield
 
 
 @pytest.mark.parametrize("updates_only", [False, True])

@@ -125,7 +125,6 @@ def test_gradients_that_a_graph_may_keep(rank, size, kvstore, mode):
 
     Also where a local Trainer has used them: the flag of a fresh gradient is off, and yet a static graph has it.
     """
-    expected = []
 
     def run():
         with zero_copy(False):
@@ -136,11 +135,11 @@ def test_gradients_that_a_graph_may_keep(rank, size, kvstore, mode):
         trainer = trainer_of(net, kvstore or "create")
         for seed in range(4):
             step(net, trainer, "dense", seed, rank)
-        expected.append(4 * gradient_bytes(net))
+        run.bytes = 4 * gradient_bytes(net)
         return weights(net) + gradients(net)
 
     reduced = both(run, own=kvstore is None)
-    assert reduced == (expected[-1] if size > 1 and mode != "static" else 0)
+    assert reduced == (run.bytes if size > 1 and mode != "static" else 0)
 
 
 def test_gradients_move_inside_of_record(rank, size):
@@ -163,42 +162,33 @@ def test_gradients_move_inside_of_record(rank, size):
 
 
 def test_two_trainers_on_the_same_parameters(rank, size):
-    expected = []
-
     def run():
         net = built("dense")
         trainers = [trainer_of(net), trainer_of(net)]
         for seed in range(4):
             step(net, trainers[seed % 2], "dense", seed, rank)
-        expected.append(4 * gradient_bytes(net))
+        run.bytes = 4 * gradient_bytes(net)
         return weights(net)
 
-    assert both(run) == (expected[-1] if size > 1 else 0)
+    assert both(run) == (run.bytes if size > 1 else 0)
 
 
 # -- What replaces gradients --------------------------------------------------------------------------------------
 
 
-def null_and_back(net, folder):
-    for param in parameters(net):
-        param.grad_req = "null"
-    for param in parameters(net):
-        param.grad_req = "write"
-
-
-def load_parameters(net, folder):
-    file = str(folder / "parameters")
-    net.save_parameters(file)
-    net.load_parameters(file)
+def set_all(net, *grad_reqs):
+    for grad_req in grad_reqs:
+        for param in parameters(net):
+            param.grad_req = grad_req
 
 
 CHANGES = {
-    "null and back": null_and_back,
+    "null and back": lambda net, folder: set_all(net, "null", "write"),
     "reset_ctx": lambda net, folder: [param.reset_ctx(mx.cpu()) for param in parameters(net)],
-    "add": lambda net, folder: [setattr(param, "grad_req", "add") for param in parameters(net)],
+    "add": lambda net, folder: set_all(net, "add"),
     "reinit": lambda net, folder: mx.random.seed(5) or net.initialize(mx.init.Normal(0.2), force_reinit=True),
     "initialize": lambda net, folder: net.initialize(mx.init.Normal(0.2)),  # MXNet warns and changes nothing
-    "load": load_parameters,
+    "load": lambda net, folder: [do(str(folder / "parameters")) for do in (net.save_parameters, net.load_parameters)],
     "cast": lambda net, folder: net.cast("float64"),
 }
 
@@ -207,7 +197,6 @@ CHANGES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_after_a_change_gradients_are_in_the_arena_again(rank, size, tmp_path, mode):
     """The steps after MXNet has replaced gradients are right, and in place."""
-    expected = []
 
     def run():
         net = built("dense", mode)
@@ -221,10 +210,10 @@ def test_after_a_change_gradients_are_in_the_arena_again(rank, size, tmp_path, m
                 total += gradient_bytes(net)
             values += weights(net)
             assert are_in_arena(net) == [size > 1 and config().zero_copy] * 4, change
-        expected.append(total)
+        run.bytes = total
         return values
 
-    assert both(run) == (expected[-1] if size > 1 else 0)
+    assert both(run) == (run.bytes if size > 1 else 0)
 
 
 # -- Their memory: it may be full, is given back, and worlds that are left keep theirs --------------------------------
@@ -232,7 +221,6 @@ def test_after_a_change_gradients_are_in_the_arena_again(rank, size, tmp_path, m
 
 def test_a_full_arena(rank, size, caplog):
     """What does not fit is staged, right, and said once."""
-    sizes = {}
 
     def run():
         net = sequential(
@@ -243,7 +231,7 @@ def test_a_full_arena(rank, size, caplog):
         trainer = trainer_of(net)
         for seed in range(2):
             step(net, trainer, "dense", seed, rank)
-        sizes["all"] = 2 * gradient_bytes(net)
+        run.bytes = 2 * gradient_bytes(net)
         run.inside = are_in_arena(net)
         return weights(net)
 
@@ -253,7 +241,7 @@ def test_a_full_arena(rank, size, caplog):
         reduced = both(run)
     meet_again()
     assert run.inside == [size > 1 and place != 2 for place in range(8)]  # 1 MiB: all but the weights of 2.5 MB
-    assert 0 < reduced < sizes["all"] or size == 1
+    assert 0 < reduced < run.bytes or size == 1
     said = [record for record in caplog.records if "shared gradients is full" in record.getMessage()]
     assert len(said) == (1 if size > 1 else 0)
 
@@ -301,30 +289,20 @@ def change_everything(net, before, data):
         param._grad = None
 
 
-def test_the_arena_is_known_to_forks_when_a_process_set_is_gone(dynamic, rank, size):
-    """Also when nothing lay in it by then."""
-    meet_again()
-    if size > 1:
-        hvd.remove_process_set(hvd.add_process_set([0]))
-    net = built("dense")
-    step(net, trainer_of(net), "dense", 0, rank)
-    assert are_in_arena(net) == [size > 1] * 4
-    data, before = batch((BATCH, 8), rank), gradients(net)
-    in_child(lambda: change_everything(net, before, data))
-    for one, other in zip(gradients(net), before):
-        assert_same_bits(one, other)
-
-
-@pytest.mark.parametrize("moment", ["after a reset", "after a shutdown"])
-def test_a_forked_child_writes_to_memory_of_its_own(rank, size, moment):
+@pytest.mark.parametrize("moment", ["after a reset", "after a shutdown", "after a process set"])
+def test_a_forked_child_writes_to_memory_of_its_own(dynamic, rank, size, moment):
     """The parent's gradients, in whatever world they are, stay as they are, and training goes on."""
+    meet_again()
+    if moment == "after a process set" and size > 1:  # which was gone when there was nothing in the arena
+        hvd.remove_process_set(hvd.add_process_set([0]))
     net = built("dense")
     trainer = trainer_of(net)
     step(net, trainer, "dense", 0, rank)
+    assert are_in_arena(net) == [size > 1] * 4
     data = batch((BATCH, 8), rank)
     if moment == "after a reset":
         meet_again()
-    else:
+    elif moment == "after a shutdown":
         mx.nd.waitall()
         kvstore_hvd.barrier()
         kvstore_hvd.shutdown()

@@ -1,5 +1,7 @@
 """`GluonState` in one process: what is saved of networks, Trainers and samplers, and that it comes back bit by bit."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic
 from kvstore_hvd.elastic import ElasticSampler, GluonState, StateHandler
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, UnsupportedDtypeError
-from support.gluon import array, backward, is_mxnet_2, network, parameters, samples
+from support.gluon import array, backward, batch_of, is_mxnet_2, network, parameters, samples, scaler_of
 from support.gluon import bits_of as values
 from support.gluon import states_of as states
 
@@ -31,10 +33,7 @@ def make_trainer(net, name="sgd"):
 def train(net, trainer, steps=1, seed=0, contexts=None):
     """Take some steps, on other data each time; halves, which have no backward pass on the CPU, get any gradients."""
     for step in range(steps):
-        batches = []
-        for number, ctx in enumerate(contexts or [mx.cpu()]):
-            data, label = samples(4, seed=seed + 100 * step + number)
-            batches.append((array(data, ctx), array(label, ctx)))
+        batches = [batch_of(seed, step, number, ctx=ctx) for number, ctx in enumerate(contexts or [mx.cpu()])]
         if trainer._optimizer.multi_precision:
             for number, parameter in enumerate(net.collect_params().values()):
                 gradient = np.random.RandomState(seed + 100 * step + number).standard_normal(parameter.shape)
@@ -140,19 +139,16 @@ def test_deferred_parameters_go_back_to_their_first_values():
 
 def test_gradients_and_the_loss_scale(tmp_path):
     """Gradients of grad_req 'add' are zero: a step that was lost does not count twice. And mixed precision's scale."""
-    scalers = pytest.importorskip("mxnet.amp.loss_scaler" if is_mxnet_2() else "mxnet.contrib.amp.loss_scaler")
     net = make_net()
     for parameter in net.collect_params().values():
         parameter.grad_req = "add" if parameter.grad_req == "write" else "null"
     trainer = make_trainer(net)
-    trainer._amp_loss_scaler = scaler = scalers.LossScaler()
-    trainer._amp_original_scale = trainer._scale
+    _, scaler = scaler_of(trainer)
     trainer._scale = 0.25
     state = GluonState(net, trainer)
     before = dict(vars(scaler))
     scaler._loss_scale, scaler._unskipped, trainer._scale = 8.0, 77, 3.0
-    data, label = samples(4)
-    backward(net, [(array(data), array(label))])
+    backward(net, [batch_of(1)])
     state.restore()
     assert trainer._amp_loss_scaler is scaler
     assert vars(scaler) == before
@@ -205,13 +201,9 @@ def test_what_fails_or_is_interrupted_keeps_the_last_commit(fault, monkeypatch):
         with pytest.raises(InvalidRequestError, match="state 'step'"):
             state.commit()
     else:
-
-        def interrupt():
-            raise HorovodInternalError("the world is lost")
-
         part, call = {"stage": ("trainer", state.save), "receive": ("sampler", state.sync)}[fault]
         with monkeypatch.context() as patch, pytest.raises(HorovodInternalError):
-            patch.setattr(state._handlers[part], fault, interrupt)
+            patch.setattr(state._handlers[part], fault, Mock(side_effect=HorovodInternalError("the world is lost")))
             call()
     state.restore()
     assert (values(net), states(trainer), sampler.state_dict(), state.step) == before

@@ -4,6 +4,7 @@ import contextlib
 import contextvars
 import types
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,13 +48,9 @@ def engines():
 @pytest.fixture
 def cuda(monkeypatch, setting, fresh_log):
     setting(KVHVD_GPU_STAGING_MIB="2", KVHVD_START_TIMEOUT="20")
-    monkeypatch.setattr(gpus, "library", refuse)
+    monkeypatch.setattr(gpus, "library", Mock(side_effect=LaunchError("NCCL (libnccl.so.2) is not found.")))
     with fake_cuda() as machine:
         yield machine
-
-
-def refuse():
-    raise LaunchError("NCCL (libnccl.so.2) is not found.")
 
 
 def make(engines, rank):
@@ -70,14 +67,10 @@ def refusal(engines, rank):
     return str(error.value)
 
 
-def close_all(made):
-    on_ranks(len(made), lambda rank: made[rank].close())
-
-
 def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_once(engines, cuda, caplog):
     made = make_all(engines(2))
     assert {type(one) for one in made} == {RingExecutor}
-    close_all(made)
+    on_ranks(len(made), lambda rank: made[rank].close())
     log._logged.clear()
     cuda.peers = lambda own, other: (own, other) != (0, 2)
     made = make_all(engines(3))
@@ -85,7 +78,7 @@ def test_without_nccl_our_kernels_and_without_both_by_the_host_which_is_said_onc
     (text,) = (each for each in caplog.messages if "copied to the host" in each)
     assert "no NCCL 2.18" in text
     assert "not all GPUs reach each other's memory" in text
-    close_all(made)
+    on_ranks(len(made), lambda rank: made[rank].close())
 
 
 def test_a_worker_without_a_gpu_fails_all_alike(engines, cuda):

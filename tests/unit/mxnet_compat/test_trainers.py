@@ -5,7 +5,6 @@ import contextlib
 import pytest
 
 from kvstore_hvd import errors, log, mxnet_compat
-from kvstore_hvd.config import reload
 from kvstore_hvd.mxnet_compat import exchangers
 from support.fake_store import V2, Fake, mx, network, step, trainer_of
 from support.gluon import weights
@@ -76,12 +75,11 @@ def test_broadcasts_only(world, said):
 
 
 @pytest.mark.parametrize("size", [None, 1, 4])
-def test_alone_is_fine_without_others_and_on_request(world, monkeypatch, size):
+def test_alone_is_fine_without_others_and_on_request(world, setting, size):
     """Until others come."""
     world.size = size
     if size == 4:
-        monkeypatch.setenv("KVHVD_ALLOW_LOCAL_TRAINER", "1")
-        reload()
+        setting(KVHVD_ALLOW_LOCAL_TRAINER="1")
     net = network()
     trainer = trainer_of(net, "device")
     for _ in range(4):

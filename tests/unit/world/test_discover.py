@@ -1,18 +1,17 @@
 """Which world a process finds itself in, and what it refuses. Real MPIs are tested in tests/integration."""
 
-import importlib
 import sys
 from unittest.mock import Mock
 
 import pytest
 
+from kvstore_hvd.config import environment
 from kvstore_hvd.errors import InvalidRequestError, LaunchError
 from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.world import discover as discover_module
 from kvstore_hvd.world import topology as topology_module
 from kvstore_hvd.world.topology import Host, Topology
 
-config_module = importlib.import_module("kvstore_hvd.config")
 PREFIXES = ("KVHVD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
 SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
 LAUNCHED = {"KVHVD_RANK": "1", "KVHVD_SIZE": "3", "KVHVD_JOB": "job", "KVHVD_SECRET": "5a" * 32}
@@ -20,22 +19,20 @@ LAUNCHED = {"KVHVD_RANK": "1", "KVHVD_SIZE": "3", "KVHVD_JOB": "job", "KVHVD_SEC
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch):
-    """Start without any launcher's variables or MPI; afterwards the configuration is read anew."""
-    for name in config_module.environment():
+    """Start without any launcher's variables or MPI."""
+    for name in environment():
         if name.startswith(PREFIXES):
             monkeypatch.delenv(name)
     monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
-    config_module.reload()
-    yield
-    monkeypatch.undo()
-    config_module.reload()
 
 
-def discover(monkeypatch, environ, comm=None):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    config_module.reload()
-    return discover_module.discover(comm)
+@pytest.fixture
+def discover(setting):
+    def discovered(environ, comm=None):
+        setting(**environ)
+        return discover_module.discover(comm)
+
+    return discovered
 
 
 def hosts(*names):
@@ -86,9 +83,9 @@ TORCH = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "WORLD_SIZE"
         SRUN,
     ],
 )
-def test_one_rank_needs_no_mpi(monkeypatch, environ):
+def test_one_rank_needs_no_mpi(discover, monkeypatch, environ):
     monkeypatch.setitem(sys.modules, "mpi4py", None)  # importing it would fail
-    topology = discover(monkeypatch, environ).topology
+    topology = discover(environ).topology
     assert (topology.rank, topology.size, topology.source) == (0, 1, "single")
 
 
@@ -101,31 +98,31 @@ def test_one_rank_needs_no_mpi(monkeypatch, environ):
         (TORCH, "torchrun", 3),
     ],
 )
-def test_launchers_whose_workers_cannot_be_found_are_refused(monkeypatch, environ, who, workers):
+def test_launchers_whose_workers_cannot_be_found_are_refused(discover, environ, who, workers):
     with pytest.raises(LaunchError, match=rf"{who}.* started {workers} workers(.|\n)*Fix: .*kvhvdrun -np {workers} "):
-        discover(monkeypatch, environ)
-    assert discover(monkeypatch, {**LAUNCHED, **environ}).topology.source == "launcher"
+        discover(environ)
+    assert discover({**LAUNCHED, **environ}).topology.source == "launcher"
 
 
-def test_what_kvhvdrun_has_set_is_no_horovodrun(monkeypatch):
+def test_what_kvhvdrun_has_set_is_no_horovodrun(discover):
     """Whatever a worker starts, with all of its variables, with kvhvdrun's taken away, or only those of its rank."""
 
     def horovods(rank, size):
         return horovod_variables.of_worker("localhost", horovod_variables.Ranks(rank, size, rank, size))
 
-    assert discover(monkeypatch, horovods(1, 4)).topology.source == "single"
+    assert discover(horovods(1, 4)).topology.source == "single"
     with pytest.raises(LaunchError, match="Horovod's launcher started 4 workers"):
-        discover(monkeypatch, {**horovods(1, 4), "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"})
-    assert discover(monkeypatch, {"KVHVD_JOB": "job", "HOROVOD_SIZE": "4"}).topology.source == "single"
+        discover({**horovods(1, 4), "HOROVOD_GLOO_RENDEZVOUS_ADDR": "127.0.0.1"})
+    assert discover({"KVHVD_JOB": "job", "HOROVOD_SIZE": "4"}).topology.source == "single"
     for others in (horovods(1, 3), horovods(5, 7)):  # another one's do not count
-        topology = discover(monkeypatch, {**LAUNCHED, **others}).topology
+        topology = discover({**LAUNCHED, **others}).topology
         assert (topology.rank, topology.size, topology.source) == (1, 3, "launcher")
 
 
-def test_kvhvdruns_variables_make_the_world(monkeypatch):
+def test_kvhvdruns_variables_make_the_world(discover, monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     step = {**SRUN, "SLURM_STEP_NUM_TASKS": "3"}  # which has started kvhvdrun
-    world = discover(monkeypatch, {**LAUNCHED, **step, "KVHVD_GENERATION": "4"})
+    world = discover({**LAUNCHED, **step, "KVHVD_GENERATION": "4"})
     topology = world.topology
     assert (topology.rank, topology.size, topology.local_rank, topology.local_size) == (1, 3, 1, 3)
     assert (topology.generation, topology.source) == (4, "launcher")
@@ -142,22 +139,22 @@ def test_kvhvdruns_variables_make_the_world(monkeypatch):
         ({"PMI_SIZE": "2", "PMI_RANK": "0"}, "by kvhvdrun and by mpirun"),
     ],
 )
-def test_variables_that_cannot_be(monkeypatch, changed, fact):
+def test_variables_that_cannot_be(discover, changed, fact):
     with pytest.raises(LaunchError, match=fact):
-        discover(monkeypatch, {name: value for name, value in {**LAUNCHED, **changed}.items() if value is not None})
+        discover({name: value for name, value in {**LAUNCHED, **changed}.items() if value is not None})
 
 
-def test_ranks_that_are_given(monkeypatch):
+def test_ranks_that_are_given(discover):
     """All of them are the whole world; some are a world of their own, in the order given; others are alone."""
     with pytest.raises(InvalidRequestError, match="distinct ranks from 0 to 0"):
-        discover(monkeypatch, {}, [0, 1])
+        discover({}, [0, 1])
     for ranks, place in (([], (1, 3)), (range(3), (1, 3)), ([2, 1], (1, 2)), ([0, 2], (0, 1))):
-        world = discover(monkeypatch, LAUNCHED, ranks)
+        world = discover(LAUNCHED, ranks)
         assert (world.topology.rank, world.topology.size) == place
         assert (world.job == "job") == (place[1] == 3)
     for wrong in ([0, 3], [1, 1], [-1], "01", 2):
         with pytest.raises(InvalidRequestError):
-            discover(monkeypatch, LAUNCHED, wrong)
+            discover(LAUNCHED, wrong)
 
 
 def fake_mpi(monkeypatch, vendor="Open MPI", version=(5, 0, 11)):
@@ -171,10 +168,10 @@ def fake_mpi(monkeypatch, vendor="Open MPI", version=(5, 0, 11)):
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0", "OMPI_VERSION": "5.0.11"}
 
 
-def test_a_world_of_one_under_a_launcher_of_more(monkeypatch):
+def test_a_world_of_one_under_a_launcher_of_more(discover, monkeypatch):
     fake_mpi(monkeypatch)
     with pytest.raises(LaunchError) as caught:
-        discover(monkeypatch, OPEN_MPI)
+        discover(OPEN_MPI)
     assert str(caught.value) == (
         "MPI world size is 1, but the launcher asked for 4.\n"
         "  mpirun: Open MPI 5.0.11; mpi4py loaded: Open MPI 5.0.11\n"
@@ -183,13 +180,13 @@ def test_a_world_of_one_under_a_launcher_of_more(monkeypatch):
     for version in ((4, 1, 4), (5, 0, 11)):  # an old launcher starts both
         fake_mpi(monkeypatch, version=version)
         with pytest.raises(LaunchError, match="MPI world size is 1"):
-            discover(monkeypatch, {"OMPI_VERSION": "", "OMPI_MCA_orte_hnp_uri": "1"})
+            discover({"OMPI_VERSION": "", "OMPI_MCA_orte_hnp_uri": "1"})
 
 
-def test_a_communicator_of_one_under_kvhvdrun(monkeypatch):
+def test_a_communicator_of_one_under_kvhvdrun(discover, monkeypatch):
     fake_mpi(monkeypatch)
     with pytest.raises(LaunchError, match=r"given to init\(\) has size 1"):
-        discover(monkeypatch, LAUNCHED, Mock(size=1, **{"Is_inter.return_value": False}))
+        discover(LAUNCHED, Mock(size=1, **{"Is_inter.return_value": False}))
 
 
 @pytest.mark.parametrize(
@@ -200,19 +197,19 @@ def test_a_communicator_of_one_under_kvhvdrun(monkeypatch):
         ({"PMI_SIZE": "4", "PMI_RANK": "0"}, "Open MPI", (5, 0, 11)),
     ],
 )
-def test_an_mpi_that_cannot_serve_is_not_started(monkeypatch, environ, vendor, version):
+def test_an_mpi_that_cannot_serve_is_not_started(discover, monkeypatch, environ, vendor, version):
     mpi = fake_mpi(monkeypatch, vendor, version)
     with pytest.raises(LaunchError, match="4 workers were started by the mpirun of another MPI") as caught:
-        discover(monkeypatch, environ)
+        discover(environ)
     assert f"mpi4py loaded: {vendor} {'.'.join(map(str, version))}" in str(caught.value)
     mpi.configure_mock(**{"get_vendor.return_value": ("Intel MPI", (2021,)), "Is_finalized.return_value": True})
     with pytest.raises(LaunchError, match="MPI was finalised before init" if "PMI_SIZE" in environ else "another MPI"):
-        discover(monkeypatch, environ)
+        discover(environ)
     mpi.Init_thread.assert_not_called()
 
 
-def test_an_mpirun_that_survives_deaths_is_refused(monkeypatch):
+def test_an_mpirun_that_survives_deaths_is_refused(discover):
     """MPI would wait for the dead for ever."""
     variables = {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_mpi_ft_enable": "1"}
     with pytest.raises(LaunchError, match=r"`--with-ft ulfm`.*\n  Fix: leave it out; `kvhvdrun --min-np"):
-        discover(monkeypatch, variables)
+        discover(variables)

@@ -70,11 +70,7 @@ def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch):
     """The others are told, and nothing is kept of the world."""
     connection = FakeConnection(FakeAdapter())
     monkeypatch.setattr(member_module, "Connection", lambda world: connection)
-
-    def refuse(inspector):
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(StallInspector, "start", refuse)
+    monkeypatch.setattr(StallInspector, "start", Mock(side_effect=RuntimeError("can't start new thread")))
     mine = Member()
     with pytest.raises(LaunchError, match="a thread"):
         mine.join(World(Topology.of(0, [Host.here()] * 2, source="launcher"), "fake", b""))
@@ -135,10 +131,13 @@ def test_who_leaves_waits_beyond_the_timeout_for_workers_that_compute_only(
     assert len(fake.pending) == max(2 - asked, 0)
 
 
-@pytest.mark.parametrize("where", ["operations", "mxnet", "afterwards"])
+@pytest.mark.parametrize("where", ["operations", "mxnet", "afterwards", 0, 1])
 def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
-    """The others are told at once: nothing is left to the garbage collector, which would wait for them."""
-    interruption = KeyboardInterrupt()
+    """The others are told at once: nothing is left to the garbage collector, which would wait for them.
+
+    Nobody waits in the worlds inside, either, in whichever of them it is.
+    """
+    interruption, members = KeyboardInterrupt(), [_Inner(), _Inner()] if where in (0, 1) else []
 
     def waitall():
         if where == "mxnet" or fake.left:
@@ -147,12 +146,16 @@ def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
     monkeypatch.setattr(mxnet_compat, "waitall", waitall)
     if where == "operations":
         fake.interrupted = interruption
+    elif members:
+        members[where]._lost = interruption
     mine = process.current()
+    mine.sets = members
     with pytest.raises(KeyboardInterrupt) as caught:
         mine.leave()
     assert caught.value is interruption
     reason = "it was interrupted while it left: KeyboardInterrupt"
     assert fake.left == (["", reason] if where == "afterwards" else [reason])
+    assert [member.reasons[-1] for member in members] == [reason] * len(members)
     assert not process.everybody.is_initialized
     assert mine._leave("") == []
 
@@ -214,21 +217,6 @@ def test_the_world_of_a_process_set(monkeypatch):
     assert (alone.hosts, alone.pids, alone.all_ranks, alone.is_member) == (("a",), (1,), (0,), False)
     for world in worlds:
         assert (world.topology.generation, world.job, world.index, world.unreached) == (5, "job.set7", 9, [])
-
-
-@pytest.mark.parametrize("interrupted", [0, 1])
-def test_who_is_interrupted_as_it_leaves_a_world_inside_leaves_all(fake, interrupted):
-    """Nobody waits for this worker, neither in the worlds inside nor in that of all workers."""
-    members = [_Inner(), _Inner()]
-    members[interrupted]._lost = KeyboardInterrupt()
-    mine = process.current()
-    mine.sets = members
-    with pytest.raises(KeyboardInterrupt):
-        mine.leave()
-    reason = "it was interrupted while it left: KeyboardInterrupt"
-    assert [member.reasons[-1] for member in members] == [reason] * 2
-    assert fake.left == [reason]
-    assert not process.everybody.is_initialized
 
 
 class _Inner(SetMember):
