@@ -307,8 +307,10 @@ def test_what_is_refused(rank, size, two):
                 trainer.step(BATCH, ignore_stale_grad=True)
             two[2](0)
     assert_same_everywhere(trainer)
-    two[2](0)
+    for parameter in parameters(two[0][0]):
+        parameter.list_grad()[0][:] = rank
     trainer.allreduce_grads()  # outside of a Join it is what it was
+    assert_alike(*gluon.gradients(two[0][0]))
 
 
 @pytest.mark.parametrize("last_is_common", [False, True])
