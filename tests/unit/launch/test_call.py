@@ -4,9 +4,11 @@ import functools
 import inspect
 import io
 import os
+import pickle
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -25,9 +27,13 @@ class Launcher:
         self.code, self.command, self.told, self.output = 0, [], [], [b""]
 
     def __call__(self, command, **options):
-        self.command = command
-        for report in self.told:
-            report(command[5])
+        self.command, folder = command, Path(command[5])
+        with (folder / "call").open("rb") as file:
+            self.call = [pickle.load(file) for _ in range(4)]
+        for second, report in enumerate(self.told):
+            report(folder)
+            for path in (each for each in folder.iterdir() if each.stat().st_mtime > 1000):
+                os.utime(path, (second, second))
         ends = [os.pipe(), os.pipe()]
         self.stdout, self.stderr = (os.fdopen(reader, "rb") for reader, _ in ends)
         for data in self.output:
@@ -108,6 +114,10 @@ def test_options_become_those_of_kvhvdrun(launcher):
     ]
     assert options(max_np=2) == ["--max-np=2"]
     assert options(num_proc=2, np=2, verbose=False) == ["--num-proc=2"]
+    assert kvstore_hvd.run(max, [3], {"default": 1}, executable="another") == [1]
+    assert launcher.call == [sys.path, False, sys.argv, (max, (3,), {"default": 1})]
+    package, folder = str(Path(kvstore_hvd.__file__).parents[1]), launcher.command[5]
+    assert (launcher.command[3], *launcher.command[-2:], os.path.exists(folder)) == (package, package, folder, False)
 
 
 def test_a_launcher_that_cannot_be_started(monkeypatch):
@@ -140,7 +150,8 @@ EARLY, LATE, LONG = ValueError("early"), ValueError("late"), "b" * 1_000_000
             1,
             r"^\[rank 1/3\] run: the function raised ValueError: late\.",
         ),
-        ([("failure", EARLY, (-1, 0, 2)), ("failure", LATE, (-1, 1, 2))], 1, "ValueError: early"),
+        ([("failure", EARLY, (-1, 1, 2)), ("failure", LATE, (-1, 0, 2))], 1, "ValueError: early"),
+        ([("failure", PeerLostError("a"), (0, 1, 2)), ("failure", PeerLostError("b"), (0, 0, 2))], 3, "Error: a"),
         # Failures of earlier worlds do not count.
         ([("failure", EARLY, (0, 1, 2)), ("result", "a", (1, 0, 1))], 0, ["a"]),
         ([("failure", EARLY, (0, 1, 2)), ("failure", LATE, (1, 0, 1))], 1, "ValueError: late"),
@@ -157,7 +168,7 @@ def test_results_and_errors_are_what_launcher_and_workers_tell(launcher, reports
     if isinstance(outcome, list):
         assert run() == outcome
         return
-    with pytest.raises((RunError, LaunchError), match=outcome) as caught:
+    with pytest.raises(LaunchError if reports and reports[0][0] == "refused" else RunError, match=outcome) as caught:
         run()
     assert isinstance(caught.value.__cause__, ValueError) == (code == 1)
 

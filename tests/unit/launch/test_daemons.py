@@ -5,9 +5,10 @@ from unittest.mock import Mock
 
 import pytest
 
-from kvstore_hvd.base.channel import Poller
+from kvstore_hvd.base.channel import ChannelError, Poller
+from kvstore_hvd.launch import processes
 from kvstore_hvd.launch.daemon import Daemon
-from kvstore_hvd.launch.daemons import _Daemon, _fate
+from kvstore_hvd.launch.daemons import Daemons, _Daemon, _fate
 from kvstore_hvd.launch.hosts import Slot, Slots
 
 pytestmark = pytest.mark.alike
@@ -63,6 +64,45 @@ def test_a_daemon_without_descriptors_says_so_once(scarce):
     assert "the daemon on node1 has to let a worker wait: Too many open files.\n  Fix: " in said["text"]
 
 
+@pytest.mark.parametrize(("ends", "code"), [([(7, 128)], 128), ([(7, 137)], -9), ([(9, 1), (7, -9), (8, 3)], 3)])
+def test_daemons_are_silent_or_have_much_to_say_until_they_or_their_guards_end(ends, code):
+    daemons = Daemons(Mock(), Mock(now=lambda: 100.0), Mock(), (), Mock())
+    a, b = (_Daemon(host, guard, Mock(), 100.0, 60.0, 60.0) for host, guard in (("a", 7), ("b", 17)))
+    daemons._running.update(a=a, b=b)
+    a.pid, a.has_come, a.unacknowledged = 8, True, 5
+    for b.has_come, a.heard_at, a.fault in ((False, 99.0, ""), (True, 99.0, ""), (True, 98.9, ""), (True, 98.9, "x")):
+        assert (daemons.are_awaited(), daemons.are_silent()) == (not b.has_come, (a.heard_at, a.fault) == (98.9, ""))
+        daemons.acknowledge()
+    a.connection.send.assert_called_once_with({"t": "ack", "bytes": 5})
+    for end in ends:
+        daemons.reaped(*end)
+        assert a.guard == (0 if end == (7, -9) else 7 if end[0] == 9 else -1)
+    assert (a.code, b.guard) == (code, 17)
+
+
+def test_workers_have_little_time_after_the_loss_of_the_launcher():
+    for grace_s, kill_at in ((100.0, 6.0), (0.2, 5.2)):
+        daemon = Daemon(Mock(receive=Mock(side_effect=ChannelError("it broke."))), "node1", grace_s, 60.0, {})
+        daemon._clock = Mock(now=lambda: 5.0)
+        daemon._hear_launcher()
+        assert (daemon._code, daemon._kill_at) == (1, kill_at)
+
+
+@pytest.mark.parametrize(("window", "unsent", "end"), [(1, False, 102), (1, True, 105), (0, False, 112)])
+def test_streams_that_stay_open_are_waited_for_once_the_launcher_reads(monkeypatch, window, unsent, end):
+    monkeypatch.setattr(processes, "end_children", lambda grace_s: ())
+    daemon, times = Daemon(launcher := Mock(fileno=lambda: 0, wants_to_write=unsent), "node1", 1.0, 60.0, {}), [100]
+    daemon._clock, daemon._window, daemon._streams = Mock(now=lambda: times[-1]), window, {9: (0, 1)}
+
+    def turn(until):
+        times.append(times[-1] + 1)
+        daemon._window, launcher.wants_to_write = max(window, times[-1] > 110), unsent and times[-1] < 105
+
+    daemon._turn = turn
+    daemon._finish()
+    assert times[-1] == end
+
+
 def slots(**hosts):
     made = Slots((10.0, 300.0))
     made.update(hosts)
@@ -81,16 +121,14 @@ def test_the_oldest_host_comes_first_whatever_is_discovered():
 
 def test_the_first_crash_costs_nothing_and_the_others_more_and_more():
     made, slot = slots(a=2), Slot("a", 0)
-    assert made.crashed(slot, 100.0) == 0
-    assert made.usable_from(slot) <= 100.0
+    assert (made.crashed(slot, 100.0), made.usable_from(slot) <= 100.0) == (0, True)
     assert [made.crashed(slot, 100.0) for _ in range(6)] == [10, 20, 40, 80, 160, 300]
     assert made.usable_from(slot) == 400.0
     assert made.crashed(Slot("a", 1), 400.0) == 0  # they are counted per slot
     assert made.crashed(slot, 400.0, lived_long=True) == 0
 
 
-@pytest.mark.parametrize(("lower", "upper"), [(1.0, 1.0), (1.0, 3600.0)])
-def test_a_cooldown_stays_within_its_range(lower, upper):
-    made = Slots((lower, upper))
-    for _ in range(2000):
-        assert lower <= made.crashed("a", 0.0, had_begun=False) <= upper
+def test_a_cooldown_stays_within_its_range():
+    for upper in (1.0, 3600.0):
+        made = Slots((1.0, upper))
+        assert all(1.0 <= made.crashed("a", 0.0, had_begun=False) <= upper for _ in range(2000))

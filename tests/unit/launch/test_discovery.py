@@ -5,7 +5,9 @@ from unittest.mock import Mock
 import pytest
 
 from kvstore_hvd.errors import LaunchError
+from kvstore_hvd.launch import command
 from kvstore_hvd.launch.daemons import HostDiscoveryScript, hosts_of_script
+from kvstore_hvd.launch.driver import Driver
 from kvstore_hvd.launch.state import StartError
 
 pytestmark = pytest.mark.alike
@@ -16,8 +18,7 @@ def test_what_a_script_may_print():
         ("", {}),
         ("a:2\nb\n", {"a": 2, "b": 3}),
         ("a slots=4\n[::1]:2", {"a": 4, "::1": 2}),
-        ("a:0\nb:1", {"b": 1}),
-        ("a: 0\nb slots=0\nc : 00\nd max_slots=0", {"d": 3}),
+        ("a:0\nb slots=0\nc : 00\nd max_slots=0\ne: 0\nf:1", {"d": 3, "f": 1}),
     ]:
         assert hosts_of_script(text, 3) == hosts
     for text, fact in [("a b", "'a b' is not HOST:N"), ("a:x", "is not HOST:N"), ("a\nA:2", "named twice")]:
@@ -54,8 +55,7 @@ def test_a_script_is_run_again_and_again(script):
     assert run(script, 2.0, b"# none\n") == {}
     assert "'./listing' names no host; it says: # none.\n  Fix: " in script.fault(2.0)
     assert run(script, 3.0, b"localhost\nother:3\n") == {"localhost": 2, "other": 3}
-    assert run(script, 4.0, "\ufeffother:3\n".encode()) == {"other": 3}
-    assert script.fault(4.0) == ""
+    assert (run(script, 4.0, "\ufeffother:3\n".encode()), script.fault(4.0)) == ({"other": 3}, "")
     assert [call[1]["worker"] for call in script.daemons.send.call_args_list] == [-1, -2, -3, -4]
 
 
@@ -85,14 +85,16 @@ def test_a_script_that_hangs_is_named_and_killed(script):
     with pytest.raises(StartError, match=r"\./listing' took more than 10 s and was killed") as caught:
         end(script, 11.0, -9)
     assert script.fault(11.0) == str(caught.value)
-    assert run(script, 12.0, b"localhost\n") == {"localhost": 2}  # the next run has its own time
-    assert script.fault(12.0) == ""
+    assert (run(script, 12.0, b"localhost\n"), script.fault(12.0)) == ({"localhost": 2}, "")  # it has its own time
     script.poll(13.0)
     assert "' is still running after 7 s.\n  Fix: " in script.fault(20.0)
 
 
 def test_a_script_whose_daemon_is_lost(script):
+    driver = Driver(command._plan(command._options(["--min-np", "1", "true"]))._replace(script=script))
     script.poll(1.0)
-    script.lost("was lost: its daemon was killed")
+    driver._on_lost_host("another", "its daemon was killed", False)
+    assert script.poll(1.0) is None
+    driver._on_lost_host("localhost", "its daemon was killed", False)
     with pytest.raises(StartError, match=r"the host discovery script '\./listing' was lost: its daemon was killed"):
         script.poll(1.0)

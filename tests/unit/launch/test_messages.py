@@ -179,6 +179,9 @@ def test_a_daemon_speaks_for_its_own_workers_and_comes_once(monkeypatch, options
         job.driver._daemons.acknowledge()
         received = Channel(job.ends["honest"], TO_DAEMON).receive()
         assert [message["bytes"] for message in received if message["t"] == "ack"] == [10]
+        job.say("honest", framed({"t": "not_started", "worker": 0, "text": "no memory", "errno": 12}))
+        told = job.driver._output._ours[2].pending.decode() + str(job.driver._not_started)
+        assert ("no memory" in told, "Fix: see ulimit" in told) == (True, not options)
 
 
 def test_messages_to_daemons_and_workers():

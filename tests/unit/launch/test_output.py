@@ -147,6 +147,7 @@ def test_a_reader_that_stands_still_does_not_hold_the_launcher_up(pipe):
         output.log("many", {"number": number, "text": "x" * 2500})
     output.step()
     assert (output.pending, output.held_up) == (True, False)  # workers do not wait for it
+    output.drop()  # that of workers
     data = written(output, lambda: read_now(reader))  # it reads again
     assert output.take_lost() == []
     assert [json.loads(line)["number"] for line in data.splitlines()] == list(range(500))
@@ -167,11 +168,13 @@ def read_now(fd):
 
 
 def test_a_full_disk_is_told_once(tmp_path):
-    """Of the event log, and of the file of a rank; other files get what they should."""
+    """Of the file of a rank, as the end of the reader of the event log; other files get what they should."""
     for rank in range(2):
         (tmp_path / f"rank.{rank}").mkdir()
     (tmp_path / "rank.0" / "stdout").symlink_to("/dev/full")
-    output = output_to(str(tmp_path), 2, event_log="/dev/full", ranks=[])
+    read, write = os.pipe()
+    with os.fdopen(read), os.fdopen(write, "w"):
+        output = output_to(str(tmp_path), 2, event_log=f"/proc/self/fd/{write}", ranks=[])
     for rank in range(2):
         output.add(rank, b"")
     for event in ("job_start", "job_end"):
@@ -179,9 +182,9 @@ def test_a_full_disk_is_told_once(tmp_path):
         for rank in range(2):
             output.feed(rank, 1, b"x\n")
         written(output)
-    full = "No space left on device. What follows is lost there."
-    texts = f"the event log cannot be written: {full}", f"stdout of rank 0 cannot be written to its file: {full}"
-    assert [sorted(output.take_lost()), output.take_lost()] == [sorted((False, text) for text in texts), []]
+    full, broken = (f"{why}. What follows is lost there." for why in ("No space left on device", "Broken pipe"))
+    texts = f"stdout of rank 0 cannot be written to its file: {full}", f"the event log cannot be written: {broken}"
+    assert [output.take_lost(), output.take_lost()] == [[(False, text) for text in texts], []]
     assert (tmp_path / "rank.1" / "stdout").read_text() == "x\nx\n"
 
 

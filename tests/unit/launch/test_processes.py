@@ -79,8 +79,6 @@ print(output.read().decode())
 
 # A child, and an orphan out of its session, are deaf to SIGTERM; another child is to be spared.
 LEAVES_ORPHANS = """
-import os, select, signal, subprocess, sys, time
-from kvstore_hvd.base import cores
 from kvstore_hvd.launch import processes
 processes.adopt_orphans()
 spared = subprocess.Popen(['sleep', '60'])
@@ -114,7 +112,6 @@ spared.kill()
 @pytest.mark.parametrize("end", ["os.kill(guard, processes.KILL_DAEMON)", "os.close(launcher)"])
 def test_a_guard_ends_what_a_killed_or_deaf_daemon_has_left_and_tells_how_that_ended(end):
     program = f"""
-import os, subprocess, sys, time
 from kvstore_hvd.launch import processes
 processes._GUARD_LOOK_S = 0.01
 read, write = os.pipe()
