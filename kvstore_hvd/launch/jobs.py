@@ -231,7 +231,7 @@ class Job:
             ranked = _rank_order([*self.generation.left, *others, worker])
             self._tell(worker.id, "rank", rank=ranked.index(worker), **self._world(ranked))
         else:
-            text = f"worker {worker.id} has run a program in it before."
+            text = f"its workers run one program each, and worker {worker.id} has run one before."
             self._tell(worker.id, "fail", text=text, fix="start each program with a kvhvdrun of its own.")
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:

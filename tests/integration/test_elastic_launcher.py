@@ -41,7 +41,7 @@ def test_two_programs_of_a_worker_one_after_the_other(run, options):
     program = f"{sys.executable} -c 'import kvstore_hvd; kvstore_hvd.init()'"
     is_elastic = options.startswith("--")
     err = run(options, ["sh", "-c", f"{program} && {program}"], code=int(is_elastic), KVHVD_SURVIVOR_TIME="0.1").err
-    assert ("worker 0 has run a program in it before." in err) == is_elastic
+    assert ("the job ends: its workers run one program each, and worker 0 has run one before." in err) == is_elastic
 
 
 def test_what_workers_get(run):

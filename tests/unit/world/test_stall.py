@@ -147,10 +147,8 @@ def test_the_lowest_rank_that_waits_speaks(stage):
 def test_a_rank_blocked_by_one_that_is_stopped_says_so(stage):
     # The system has cut the name of that process inside of a character.
     program = "open('/proc/self/comm', 'w').write(8 * 'é'); print(flush=True); import time; time.sleep(600)"
-    with (
-        subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as stopped,
-        contextlib.ExitStack() as stack,
-    ):
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as stopped, contextlib.ExitStack() as stack:
         stack.callback(stopped.kill)
         stopped.stdout.readline()
         stopped.send_signal(signal.SIGSTOP)
