@@ -4,7 +4,7 @@ import dataclasses
 import os
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import pytest
 
@@ -205,9 +205,7 @@ def test_two_processes_of_one_rank(pool):
     three = worlds(3, elsewhere=1)
     leader = start(pool, three[0])
     twins = [start(pool, three[1]), start(pool, three[1])]
-    while not any(twin.done() for twin in twins):
-        threading.Event().wait(0.005)
-    failed = next(twin for twin in twins if twin.done())
+    failed = next(as_completed(twins, patient(10)))
     with pytest.raises(LaunchError, match="rank 2 has already joined from another process"):
         failed.result()
     with pytest.raises(LaunchError, match="another process is this rank of the job already"):
