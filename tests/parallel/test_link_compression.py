@@ -68,11 +68,12 @@ def test_averages_and_what_travels_together(compressed, rank, size):
     """Numbers that 16 bits hold exactly: sums are exact, whatever travels beside them, and averages are divided."""
     mx, hvd = pytest.importorskip("mxnet"), importlib.import_module("kvstore_hvd.mxnet")
     compressed("fp16")
-    arrays = [mx.nd.full((20_000 + i,), (rank + 1) * i, dtype=dtype) for i in range(6) for dtype in ("float32", "int32")]
+    values = [(i, dtype) for i in range(6) for dtype in ("float32", "int32")]
+    arrays = [mx.nd.full((20_000 + i,), (rank + 1) * i, dtype=dtype) for i, dtype in values]
     sums = [hvd.allreduce(each, op=hvd.Sum) for each in arrays]
     sums += hvd.grouped_allreduce(arrays[::2], op=hvd.Sum)
     means = [hvd.allreduce(each, op=hvd.Average) for each in arrays[::2]]
-    values, total = [set(each.asnumpy().tolist()) for each in sums + means], size * (size + 1) // 2
+    got, total = [set(each.asnumpy().tolist()) for each in sums + means], size * (size + 1) // 2
     for i in range(6):
-        assert values[2 * i] == values[2 * i + 1] == values[12 + i] == {i * total}
-        assert values[18 + i] == {i * total / size}
+        assert got[2 * i] == got[2 * i + 1] == got[12 + i] == {i * total}
+        assert got[18 + i] == {i * total / size}
