@@ -29,9 +29,9 @@ def test_average_and_op(rank, size):
     assert total.asnumpy()[0] == size * (size + 1) / 2
     assert mean.asnumpy()[0] == hvd.allreduce(x).asnumpy()[0] == (size + 1) / 2
     with pytest.warns(DeprecationWarning, match="average is deprecated"):
-        for _ in range(3):  # the short way of names that are known
-            y = hvd.allreduce_(x.copy(), average=False, name="y")
-            assert y.asnumpy()[0] == size * (size + 1) / 2
+        for average in (False, True) * 3:  # the short way of names that are known
+            y = hvd.allreduce_(x.copy(), average=average, name=f"y{average}")
+            assert y.asnumpy()[0] == (size + 1) / 2 * (1 if average else size)
     for call in (hvd.allreduce, hvd.allreduce_):
         with pytest.raises(ValueError, match="both average and op are given"):
             call(x, average=True, op=hvd.Sum)

@@ -61,7 +61,7 @@ def test_training_repeats_itself_bit_by_bit(name, devices, halves):
     store = {"kvstore": "device", "update_on_kvstore": False} if devices > 1 else {"kvstore": None}
     options = {**OPTIMIZERS[name], "multi_precision": halves}
     trainer = mx.gluon.Trainer(net.collect_params(), name, options, **store)
-    state = GluonState(net, trainer, step=0)
+    state = GluonState(None if halves else net, trainer, step=0)  # it knows the parameters of a Trainer, too
     train(net, trainer, 3, contexts=contexts)
     state.step = 3
     state.commit()
