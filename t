@@ -40,7 +40,7 @@ TESTS = {
     "native/reduce": "parallel/fuzz test_reduce",
     "native/report": "parallel/report test_report test_stall",
     "native/request": "parallel/fuzz test_engine_errors",
-    "native/shm": "parallel/fuzz test_arena test_processes test_engine_errors test_engine@2",
+    "native/shm": "unit/native parallel/fuzz test_arena test_processes test_engine_errors test_engine@2",
     "native/cuda": "test_gpu_kernels test_gpu_order",
 }
 

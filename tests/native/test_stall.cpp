@@ -248,15 +248,18 @@ const bool stood_still = testing::add("the time in which this process did not ru
 });
 
 const bool told = testing::add("a rank that waits for all of its operations says so, until they are over", [] {
-  const auto segment = Segment::create(2);
-  Ghost ghost(*segment, 1);
+  const auto segment = Segment::create(3);
+  Ghost ghost(*segment, 1), third(*segment, 2);
   Engine engine(segment, 0, thread_options(std::chrono::seconds(1), true));
   const Doing& doing = segment->world().member(0).doing;
   auto data = values_of(0, 10);
   static_cast<void>(engine.submit(allreduce("x", data)));
   std::thread waiter([&] { check(engine.wait_for_all(std::chrono::seconds(60)), "it is over"); });
   check(until([&] { return doing.waits == 1 && doing.text.read() == "in allreduce 'x'"; }), "it waits");
+  segment->world().member(2).doing.waits.store(1);
+  check(until([&] { return doing.waits == 2; }), "it waits for one that waits");
   ghost.announce(allreduce("x", data));
+  third.announce(allreduce("x", data));
   waiter.join();
   check(until([&] { return doing.waits == 0 && doing.text.read().empty(); }), "and no more");
 });
