@@ -19,28 +19,35 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENVS = sorted(each for each in ROOT.glob(".venv-py*-mx*/.installed") if not each.parent.name.endswith("-demo"))
+KINDS = ("unit", "parallel", "integration", "hosts")
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
+    "__main__": "unit/test_main",
     "elastic": "parallel/elastic integration/elastic_training",
+    "gpu": "parallel/gpu_ops test_gpu_kernels test_gpu_order",
+    "horovod": "parallel/hvd_basics integration/unchanged_scripts",
     "join": "parallel/join parallel/hvd_join",
-    "launch": "integration/launcher integration/elastic_launcher integration/daemon integration/run_function",
+    "launch": "integration/launcher integration/elastic_launcher integration/daemon integration/run_function "
+    "integration/mpirun",
+    "log": "unit/test_config",
     "mxnet": "parallel/hvd parallel/fuzz",
-    "mxnet_compat": "parallel/trainer parallel/zero_copy parallel/self_reducing parallel/trainings",
+    "mxnet_compat": "parallel/trainer parallel/zero_copy parallel/self_reducing parallel/trainings parallel/devices "
+    "parallel/hvd_autograd",
     "numpy_ops": "parallel/numpy_ops parallel/gpu_ops parallel/fuzz",
-    "timeline": "unit/world/test_recorder parallel/timeline parallel/report",
+    "timeline": "unit/world/test_recorder parallel/timeline parallel/report integration/timeline",
     "store": "parallel/kvstore parallel/sparse parallel/two_bit parallel/verify parallel/fuzz",
     "world": "unit/adapter parallel/resets parallel/hvd_basics parallel/fuzz parallel/timeline integration/lifecycle "
-    "hosts",
+    "integration/stalls integration/faults hosts",
     "native/base": "parallel/fuzz test_units",
     "native/bindings": "parallel/fuzz unit/adapter",
     "native/engine": "parallel/fuzz test_devices test_engine test_engine_errors test_programs test_report test_schedule "
     "test_stall",
-    "native/link": "test_link test_tcp test_programs test_engine_errors@2 test_stall@2",
+    "native/link": "parallel/link_compression test_link test_tcp test_records test_programs test_engine_errors@2 test_stall@2",
     "native/mxnet": "parallel/fuzz unit/adapter test_units",
     "native/reduce": "parallel/fuzz test_reduce",
     "native/report": "parallel/report test_report test_stall",
     "native/request": "parallel/fuzz test_engine_errors",
-    "native/shm": "unit/native parallel/fuzz test_arena test_processes test_engine_errors test_engine@2",
+    "native/shm": "unit/native integration/stopped parallel/fuzz test_arena test_processes test_engine_errors test_engine@2",
     "native/cuda": "test_gpu_kernels test_gpu_order",
 }
 
@@ -61,7 +68,7 @@ def found(name: str) -> list[str]:
         return unit + [test for part in TESTS.get(name, "").split() for test in found(part)]
     path, _, test = name.partition("::")
     path = path.removeprefix("tests/")
-    if path.partition("/")[0] in ("unit", "parallel", "integration", "hosts") and (ROOT / "tests" / path).exists():
+    if path.partition("/")[0] in KINDS and (ROOT / "tests" / path).exists():
         return [f"{ROOT / 'tests' / path}{'::' + test if test else ''}"]
     folder, _, part = path.rpartition("/")
     part = part.removesuffix(".cpp")
@@ -69,9 +76,10 @@ def found(name: str) -> list[str]:
         (ROOT / "tests" / "native").glob(f"**/{part.partition('@')[0]}.cpp")
     ):
         return [part]
-    part = part.removeprefix("test_")
+    part = part.removeprefix("test_").removesuffix(".py")
     for pattern in (f"test_{part}*.py", f"test_*{part}*.py"):
-        if files := sorted((ROOT / "tests").glob(f"{folder or '*'}/**/{pattern}")):
+        files = sorted((ROOT / "tests").glob(f"{folder or '*'}/**/{pattern}"))
+        if files := [file for file in files if file.relative_to(ROOT / "tests").parts[0] in KINDS]:
             return [f"{file}{'::' + test if test else ''}" for file in files]
     return []
 
@@ -133,10 +141,11 @@ def main(venv: Path) -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     import run
 
-    is_file = bool(options.names) and all("test_" in name for name in options.names)
-    marks = "" if is_file else "not slow and not timing"
+    concern = [name for name in options.names if name in TESTS or name.startswith(("kvstore_hvd/", "native/"))]
+    are_files = all(Path(test.partition("::")[0]).suffix or "/" not in test for test in tests)
+    marks = "" if options.names and are_files and not concern else "not slow and not timing"
     steps = []
-    for kind in ("unit", "parallel", "integration", "hosts"):
+    for kind in KINDS:
         if mine := [test for test in tests if test.startswith(str(ROOT / "tests" / kind))]:
             launcher = "mpirun" if options.hosts else "kvhvdrun"
             ranks = {"launcher": launcher, "ranks": options.ranks, "hosts": options.hosts} if kind == "parallel" else {}

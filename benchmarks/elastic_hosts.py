@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 import train
 from common import ROOT, describe, median_ratio, shape, summary, table, write
 from elastic_faults import NO_LIMIT, last_step_before, next_step, settle
-from hosts.network import LEASE_S, SHELL, HostsJob, Network
 from ranks import kvhvdrun, this_python
 
+from hosts.network import LEASE_S, SHELL, HostsJob, Network
 from support.elastic import assert_all_right
 from support.jobs import stopped, variables_of
 

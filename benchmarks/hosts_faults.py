@@ -19,7 +19,6 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from hosts.faults import EVENTS, SILENCE_S, TIMEOUT_S, cause
 from hosts.network import Network
-
 from support.launchers import mpirun
 
 

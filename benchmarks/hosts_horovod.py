@@ -148,7 +148,6 @@ def main() -> None:
         return be_a_rank(options.rank[0], options.sizes, options.repetitions, Path(options.rank[1]))
     sys.path.insert(0, str(ROOT / "tests"))
     from hosts.network import Network
-
     from support.launchers import Launcher, environment, mpirun, with_tests
 
     own, rows, shell, port = mpirun(), [], ROOT / "tests/support/remote_shell.py", 2222

@@ -134,7 +134,6 @@ def start_over_hosts(
     """
     sys.path.insert(0, str(ROOT / "tests"))
     from hosts.network import Network
-
     from support.launchers import mpirun
 
     mpi, found = mpirun(), []

@@ -226,7 +226,6 @@ class Group:
         if self.mode == OVER_HOSTS:
             sys.path.insert(0, str(ROOT / "tests"))
             from hosts.network import Network
-
             from support.launchers import mpirun
 
             mpi = mpirun()

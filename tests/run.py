@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -53,9 +53,9 @@ class Step:
 
     @property
     def name(self) -> str:
-        chosen = "" if "not" in self.marks or not self.marks else f"-{self.marks.split()[0]}"
+        chosen = "-timing" if self.marks.startswith("timing") else ""
         hosts = f"-hosts-{self.hosts}" if self.hosts else ""
-        return f"{self.folder}-{self.launcher}-{self.ranks}{hosts}{chosen}" if self.launcher else self.folder
+        return f"{self.folder}-{self.launcher}-{self.ranks}{hosts}" if self.launcher else f"{self.folder}{chosen}"
 
 
 # Both chains of steps run at the same time.
@@ -86,6 +86,7 @@ ALL = [
         Step("unit", "not timing", lanes=2),
         *(Step("parallel", "not timing", "kvhvdrun", ranks) for ranks in (1, 2, 4)),
         Step("parallel", "not timing", "mpirun", 3),
+        *(step for step in SUITE[0] if step.hosts),
         Step("integration", "not timing", lanes=2),
         Step("integration", "timing"),
         HOSTS,
@@ -94,8 +95,8 @@ ALL = [
 TIMING = [[Step("integration", "timing and not slow")]]
 
 
-def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
-    """Run one step; returns its results and the seconds it took. Never takes longer than the time limit."""
+def run(step: Step, options: argparse.Namespace) -> Results:
+    """Run one step; never takes longer than the time limit."""
     folder = options.out / step.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -105,15 +106,13 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
     if step.lanes > 1:
         program += [f"--numprocesses={step.lanes}", "--dist=worksteal", "--timeout-method=signal"]
     program += options.pytest
-    # kvhvdrun takes the place of an mpirun that is not there.
-    launcher = (mpirun() if step.launcher == "mpirun" else None) or (kvhvdrun() if step.launcher else None)
+    launcher = mpirun() if step.launcher == "mpirun" else kvhvdrun() if step.launcher else None
     variables = {"PYTHONPYCACHEPREFIX": str(TESTS.parent / "build" / "pycache"), **environment(launcher)}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the same files
     if launcher:
         program = launcher.command(step.ranks, program)
         variables |= {"KVHVD_TIMEOUT": str(OPERATION_TIMEOUT_S), "PYTHONUNBUFFERED": "1"}
         variables |= {"KVHVD_TEST_HOSTS": step.hosts}
-    start = time.monotonic()
     with (folder / "launcher.log").open("wb") as log:
         given = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": subprocess.STDOUT, "cwd": folder}
         variables.update(ISAS.get(options.isa, {}))
@@ -129,7 +128,7 @@ def run(step: Step, options: argparse.Namespace) -> tuple[Results, float]:
         results.problems.insert(0, f"ended after its time limit of {options.timeout:g} s")
     elif code != 0 and not results.count("failed"):
         results.problems.append(f"{program[0]} ended with code {code} although every test passed")
-    return results, time.monotonic() - start
+    return results
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -168,8 +167,15 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
     lock = threading.Lock()
 
     def run_chain(chain: list[Step]) -> None:
-        for step in chain:
-            results, seconds = run(step, options)
+        for chosen in chain:
+            instead = chosen.launcher == "mpirun" and not mpirun()
+            step = replace(chosen, launcher="kvhvdrun") if instead else chosen
+            start = time.monotonic()
+            try:
+                results = run(step, options)
+            except Exception as error:
+                results = Results(problems=[f"{type(error).__name__}: {error}"])
+            seconds = time.monotonic() - start
             with lock:
                 why.extend(report(step, results, options.out / step.name))
                 counts = [results.count(outcome) for outcome in ("passed", "failed", "skipped")]

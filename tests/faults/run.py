@@ -122,7 +122,8 @@ def start_native(copy: Path, target: str, hosts: str, log: Path, flag: str) -> l
 def start_pytest(copy: Path, tests: list[str], ranks: int, hosts: str, log: Path, *arguments: str) -> list[int]:
     """Start pytest as one process, or as the ranks of a job; over virtual hosts by kvhvdrun. Returns the processes."""
     words = ["-q", "--disable-warnings", "-m", MARKS, *arguments, *tests]
-    path = {"PYTHONPATH": f"{copy}:{ROOT / 'tests'}"}
+    # A test that hangs is ended by pytest, which names it, before LIMIT_S.
+    path = {"PYTHONPATH": f"{copy}:{ROOT / 'tests'}", "KVHVD_TEST_PATIENCE": "2"}
     if not tests[0].startswith("integration"):  # whose jobs have deadlines of their own
         path["KVHVD_TIMEOUT"] = "20"
     if hosts:

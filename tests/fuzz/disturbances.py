@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from hosts.network import HostsJob, Network
-
 from support.elastic import KINDS, ElasticJob, assert_all_right
 from support.jobs import stopped
 
@@ -136,7 +135,8 @@ def _run(plan: Plan, job: ElasticJob) -> str:
         _assert_state_was_lost(job, code)
         return LOST
     except Exception as error:
-        again = f"KVHVD_TEST_FUZZ_SEED={plan.seed} KVHVD_TEST_FUZZ_ELASTIC=1 python -m pytest -m fuzz -k elastic"
+        again = f"KVHVD_TEST_FUZZ_SEED={plan.seed} KVHVD_TEST_FUZZ_ELASTIC=1"
+        again += " python -m pytest -m fuzz -k elastic tests/integration/test_fuzz.py"
         again = f"KVHVD_TEST_FUZZ_HOSTS={int(isinstance(job, HostsJob))} {again}"
         raise AssertionError(f"{plan}\nreplay: {again}\n{error}\n{job.describe()}") from error
     finally:

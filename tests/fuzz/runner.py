@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -34,7 +35,9 @@ def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool 
                 _lose_and_meet_again(executor, program, rank)
         except Exception as error:
             # What is wrong comes last: a report of many tests shows the end of each.
-            replay = f"KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_PROGRAMS=1 kvhvdrun -np {size}"
+            hosts = os.environ.get("KVHVD_TEST_HOSTS", "")
+            replay = f"KVHVD_TEST_HOSTS={hosts} KVHVD_TEST_FUZZ_SEED={seed} KVHVD_TEST_FUZZ_PROGRAMS=1"
+            replay += f" kvhvdrun -np {size}"
             replay += " python -m pytest -m fuzz tests/parallel/test_fuzz.py"
             raise AssertionError(f"{program}\nseed {seed}: {error}\nreplay: {replay}") from error
     executor.close()
@@ -68,7 +71,7 @@ def _lose_and_meet_again(executor: Executor, program: Program, rank: int) -> Non
         # Sets that some workers have added or removed when the world is lost, and others have not, are gone for good.
         executor.register(program)
         hvd.barrier()
-        executor.run(program, give_up)
+        assert not (problems := executor.run(program, give_up).problems), problems
         if rank == program.leaver:
             raise _GiveUp
         hvd.barrier()

@@ -11,8 +11,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from hosts.network import HostsJob, Network, unavailable
 
+from hosts.network import HostsJob, Network, unavailable
 from support.elastic import ElasticJob, assert_all_right
 from support.jobs import status_of
 from support.launchers import kvhvdrun, mpirun

@@ -4,14 +4,15 @@ import os
 import re
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from support.launchers import kvhvdrun, mpirun
 
-pytest.importorskip("sklearn")
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+needs_sklearn = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_sklearn]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

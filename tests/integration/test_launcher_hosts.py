@@ -7,8 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from hosts.network import Network, unavailable
 
+from hosts.network import Network, unavailable
 from kvstore_hvd.world.links import own_addresses
 from support.jobs import processes, status_of, stopped
 from support.launchers import kvhvdrun

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -27,7 +26,6 @@ def failure(*arguments, **options):
         print(error)
         return error
 """
-Notebook = Callable[..., Job]
 
 
 @pytest.fixture

@@ -113,9 +113,10 @@ const bool many = testing::add("a late rank of a world of more than 64 on severa
 });
 
 const bool patient = testing::add("for a patient operation a rank may wait for any time", [] {
+  std::atomic<bool> has_looked{false};
   with_world(
       2,
-      [](Engine& engine, int rank) {
+      [&has_looked](Engine& engine, int rank) {
         check(barrier(engine).ok(), "all have joined");
         auto token = values_of(rank, 1), after = values_of(rank, 1);
         if (rank == 0) {
@@ -124,10 +125,11 @@ const bool patient = testing::add("for a patient operation a rank may wait for a
           check(!work->done() && engine.health().ok(), "no timeout");
           const auto all = waiting(engine);
           check(all.size() == 1 && all[0].name == "~left", "who asks is told");
+          has_looked.store(true);
           check(until([&] { return engine.is_met(*work); }), "until all have it");
           check(engine.wait(*work).ok(), "it is over");
         } else {
-          std::this_thread::sleep_for(std::chrono::milliseconds(2700));
+          check(until([&] { return has_looked.load(); }), "rank 0 has waited for more than the timeout");
           check(missed_names(engine).empty(), "nor is it missed");
           const auto work = engine.submit(allreduce("~left", token));
           const bool is_there = placement_of(2).size() > 1;  // the other host learns of it by a message

@@ -93,11 +93,16 @@ def test_layouts_of_onednn(rank, size):
 @pytest.mark.sizes
 def test_operations_of_a_name_keep_the_order_of_the_calls(rank, size):
     """Also if the first one waits in MXNet's engine, on some workers, for its array, and the second one does not."""
-    later = mx.nd.dot(mx.nd.ones((400, 4000)), mx.nd.ones((4000, 400 + 1600 * (rank > 0)))).sum() * 0 + rank
-    sums = hvd.allreduce(later, op=hvd.Sum, name="same")
+
+    def later():
+        number = mx.nd.dot(mx.nd.ones((400, 4000)), mx.nd.ones((4000, 2000))).sum() * 0 + rank
+        if rank == 0:
+            number.wait_to_read()
+        return number
+
+    sums = hvd.allreduce(later(), op=hvd.Sum, name="same")
     assert hvd.allgather(mx.nd.array([rank]), name="same").asnumpy().tolist() == list(range(size))
-    later = mx.nd.dot(mx.nd.ones((400, 4000)), mx.nd.ones((4000, 400 + 1600 * (rank > 0)))).sum() * 0 + rank
-    copies = hvd.broadcast(later, size - 1, name="same")
+    copies = hvd.broadcast(later(), size - 1, name="same")
     assert hvd.broadcast_object({"root": rank}, size - 1, name="same") == {"root": size - 1}
     assert (sums.asscalar(), copies.asscalar()) == (sum(range(size)), size - 1)
 

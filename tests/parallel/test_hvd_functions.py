@@ -95,7 +95,7 @@ def test_broadcast_parameters_refuses(rank, size):
     with pytest.raises(kvstore_hvd.InvalidRequestError, match="UTF-8"):
         hvd.broadcast_parameters({"a": mx.nd.ones(1), "\udc80": mx.nd.ones(1)})
     lazy = mx.gluon.nn.Dense(2, in_units=2)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match="has not been initialized"):
         hvd.broadcast_parameters([*parameters(net), *parameters(lazy)])
     for value, before in zip(weights(net), own):
         assert_same_bits(value, before)

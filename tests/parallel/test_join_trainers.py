@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from kvstore_hvd.world import process
 from support import gluon
 from support.gluon import array, assert_alike, backward, batch_of, mlp, network, parameters, states_of, weights
 from support.joinables import Counter, Nothing
+from support.patience import patient
 from support.zero_copy import meet_again, settings
 
 mx = pytest.importorskip("mxnet")
@@ -362,16 +364,16 @@ def test_one_thread_only(rank, size, two):
                 two[2](0)
             left.wait()
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    entered.wait()
-    with pytest.raises(RuntimeError, match="another thread is in a Join"), other:
-        pass
-    left.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(run)
+        entered.wait(patient(30))
+        with pytest.raises(RuntimeError, match="another thread is in a Join"), other:
+            pass
+        left.set()
+        done.result()
     with other:
         pass
-    assert_same_everywhere(two[1][0])
+    assert_updates(two, size, 0)
 
 
 @pytest.mark.needs(2)

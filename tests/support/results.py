@@ -53,7 +53,8 @@ class Recorder:
     def pytest_collectreport(self, report: Any) -> None:
         if report.failed:
             self._texts[report.nodeid] = report.longreprtext
-            self._write(report.nodeid, "failed")
+        if not report.passed:  # a skipped module, too
+            self._write(report.nodeid, report.outcome)
 
     def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
         self._write("", f"ended {int(exitstatus)}")
@@ -95,6 +96,9 @@ def read(folder: Path, ranks: int, may_be_empty: bool = False) -> Results:
         # A test that only some ranks ran is a failure: either a rank was lost, or the ranks disagree on the tests.
         outcomes = {tests.get(test, "failed") for tests in seen}
         results.outcomes[test] = next(outcome for outcome in _WORST_FIRST if outcome in outcomes)
+        if results.outcomes[test] == "failed":  # there is no text where a process of xdist ended, or did not run it
+            failed = [rank for rank, tests in enumerate(seen) if tests.get(test, "failed") == "failed"]
+            results.texts.setdefault(test, ("it was not run here, or its process ended", failed))
     return results
 
 

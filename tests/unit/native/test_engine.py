@@ -96,9 +96,9 @@ def test_ctrl_c_ends_the_wait_for_everything():
     theirs, ours = engines_of_two()
     array = np.ones(3, np.float32)
     ours.submit(request_of(array, "x"))
-    threading.Timer(0.2, signal.raise_signal, [signal.SIGINT]).start()
+    threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
     with pytest.raises(KeyboardInterrupt):
-        ours.wait_for_all(2.0)
+        ours.wait_for_all(patient(5))
     assert f"rank 1 (pid {os.getpid()}) was interrupted" in str(theirs.health())
     for engine in (theirs, ours):
         engine.shutdown()
