@@ -40,14 +40,16 @@ TESTS = {
     "integration/stalls integration/faults hosts",
     "native/base": "parallel/fuzz test_units",
     "native/bindings": "parallel/fuzz unit/adapter",
-    "native/engine": "parallel/fuzz test_devices test_engine test_engine_errors test_programs test_report test_schedule "
-    "test_stall",
-    "native/link": "parallel/link_compression test_link test_tcp test_records test_programs test_engine_errors@2 test_stall@2",
+    "native/engine": "parallel/fuzz test_devices test_engine test_engine_errors test_programs test_report "
+    "test_schedule test_stall",
+    "native/link": "parallel/link_compression test_link test_tcp test_records test_programs test_engine_errors@2 "
+    "test_stall@2",
     "native/mxnet": "parallel/fuzz unit/adapter test_units",
     "native/reduce": "parallel/fuzz test_reduce",
     "native/report": "parallel/report test_report test_stall",
     "native/request": "parallel/fuzz test_engine_errors",
-    "native/shm": "unit/native integration/stopped parallel/fuzz test_arena test_processes test_engine_errors test_engine@2",
+    "native/shm": "unit/native integration/stopped parallel/fuzz test_arena test_processes test_engine_errors "
+    "test_engine@2",
     "native/cuda": "test_gpu_kernels test_gpu_order",
 }
 

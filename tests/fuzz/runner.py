@@ -71,7 +71,8 @@ def _lose_and_meet_again(executor: Executor, program: Program, rank: int) -> Non
         # Sets that some workers have added or removed when the world is lost, and others have not, are gone for good.
         executor.register(program)
         hvd.barrier()
-        assert not (problems := executor.run(program, give_up).problems), problems
+        problems = executor.run(program, give_up).problems
+        assert not problems, problems
         if rank == program.leaver:
             raise _GiveUp
         hvd.barrier()

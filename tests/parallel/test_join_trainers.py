@@ -362,11 +362,11 @@ def test_one_thread_only(rank, size, two):
             entered.set()
             for _ in range(1 + rank):
                 two[2](0)
-            left.wait()
+            left.wait(patient(30))
 
     with ThreadPoolExecutor(1) as pool:
         done = pool.submit(run)
-        entered.wait(patient(30))
+        assert entered.wait(patient(30))
         with pytest.raises(RuntimeError, match="another thread is in a Join"), other:
             pass
         left.set()

@@ -96,7 +96,7 @@ def read(folder: Path, ranks: int, may_be_empty: bool = False) -> Results:
         # A test that only some ranks ran is a failure: either a rank was lost, or the ranks disagree on the tests.
         outcomes = {tests.get(test, "failed") for tests in seen}
         results.outcomes[test] = next(outcome for outcome in _WORST_FIRST if outcome in outcomes)
-        if results.outcomes[test] == "failed":  # there is no text where a process of xdist ended, or did not run it
+        if results.outcomes[test] == "failed":  # there is no text of a rank, or a process of xdist, that did not end it
             failed = [rank for rank, tests in enumerate(seen) if tests.get(test, "failed") == "failed"]
             results.texts.setdefault(test, ("it was not run here, or its process ended", failed))
     return results
