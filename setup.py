@@ -21,7 +21,9 @@ HEADERS = sorted(str(path) for path in Path("native").rglob("*.hpp"))
 # -ffp-contract=off: a fused multiply-add would round differently from kernel to kernel, and so from rank to rank.
 # KVHVD_OPTIMIZATION=-O1: planted faults (tests/faults) are compiled in half the time.
 OPTIMIZATION = os.environ.get("KVHVD_OPTIMIZATION", "-O3")
-FLAGS = [OPTIMIZATION, "-MMD", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
+# -fno-math-errno, -fno-trapping-math: loops with square roots and comparisons become vectors, of the same bits.
+FLAGS = [OPTIMIZATION, "-MMD", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+FLAGS += ["-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
 # Instruction sets that only these files may use; the CPU is asked at run time. Elsewhere they compile to nothing.
 X86_64_FLAGS = {
     "reduce_avx2.cpp": ["-mavx2", "-mf16c"],

@@ -288,8 +288,8 @@ class Engine:
         others may still use this worker's memory.
         """
 
-class LocalReductions:
-    """Reductions of this process's own MXNet arrays, with the kernels that several workers reduce with.
+class LocalOperations:
+    """Operations on this process's own MXNet arrays, through MXNet's engine; asynchronous, but with NaiveEngine.
 
     Parameters
     ----------
@@ -301,10 +301,39 @@ class LocalReductions:
 
     def __init__(self, library_path: str, naive: bool) -> None: ...
     def reduce(self, inputs: list[int], output: int, prescale: float = 1.0, postscale: float = 1.0) -> None:
-        """Sum arrays of equal dtype and size, given as their handles, times both factors; asynchronous.
+        """Sum arrays of equal dtype and size, given as their handles, times both factors.
 
+        With the kernels that several workers reduce with.
         `output` may be one of the inputs. All are dense, and in memory that the CPU reaches. Raises `InputFailedError`
         where MXNet refused it; with NaiveEngine, whatever failed.
+        """
+
+    def update(
+        self,
+        name: str,
+        rule: int,
+        arrays: list[int],
+        how: list[tuple[float, ...]],
+        is_mixed: bool,
+        scale: int,
+    ) -> bool:
+        """Do what an operator of MXNet's optimizers does, in one pass; returns whether it is one for these arrays.
+
+        Parameters
+        ----------
+        name : str
+            The operator.
+        rule : int
+            Its formula, `Rule` of native/reduce/update.hpp.
+        arrays : list of int
+            Handles: of each parameter its weight, gradient, states and, if `is_mixed`, float32 copy.
+        how : list of tuple of float
+            Of each parameter lr, wd, eta, number of the step for a correction of moments (or 0), rescale_grad,
+            clip_gradient, momentum, beta1, beta2, epsilon, lower_bound, upper_bound.
+        is_mixed : bool
+            Whether weights and gradients are float16, with float32 copies of the weights.
+        scale : int
+            Handle of the array that has rescale_grad; 0: it is in `how`.
         """
 
 class Step:

@@ -192,6 +192,8 @@ class Config:
     log_hide_time: bool = _knob(_flag, True, "HOROVOD_LOG_HIDE_TIME")
     # Instruction set of the reduction kernels: auto, scalar, avx2, avx512.
     simd: str = _knob(_choice("auto", "scalar", "avx2", "avx512"), "auto", "KVHVD_SIMD")
+    # 1: optimizers update parameters on the CPU with operators of ours, of the same bits as MXNet's.
+    fused_update: bool = _knob(_flag, True, "KVHVD_FUSED_UPDATE")
     # Cores for the communication threads, one for each worker of this host, with commas between them.
     thread_affinity: tuple[int, ...] = _knob(_counts, (), "KVHVD_THREAD_AFFINITY", "HOROVOD_THREAD_AFFINITY")
     # 1: gradients of Gluon's parameters live in memory that workers share.

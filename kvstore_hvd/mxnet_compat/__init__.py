@@ -1,7 +1,7 @@
 """All knowledge of MXNet's, NumPy's and Python's versions, and everything that is changed in MXNet.
 
 One file for each class of MXNet's: trainer.py, module.py, parameter.py, graph.py; optimizers
-are in exchangers.py. A changed method has
+are in exchangers.py and updates.py. A changed method has
 one wrapper. Importing this package imports neither MXNet nor NumPy.
 """
 
@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Optional
 
-from kvstore_hvd.mxnet_compat import exchangers, graph, hooks, module, numpy_shim, parameter, trainer
+from kvstore_hvd.mxnet_compat import exchangers, graph, hooks, module, numpy_shim, parameter, trainer, updates
 from kvstore_hvd.mxnet_compat.arrays import *
 from kvstore_hvd.mxnet_compat.exchangers import collectives, states_of
 from kvstore_hvd.mxnet_compat.hooks import *
@@ -28,5 +28,5 @@ def install_hooks(
     mxnet = sys.modules["mxnet"]
     hooks.register_store(mxnet, store, world_size, arena)
     hooks.register_errors(mxnet)
-    for each in (module, exchangers, trainer, parameter, graph):
+    for each in (module, exchangers, trainer, parameter, graph, updates):
         each.patch(mxnet)

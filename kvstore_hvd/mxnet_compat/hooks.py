@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Optional
 
-from kvstore_hvd import errors
+from kvstore_hvd import errors, native
 from kvstore_hvd.config import environment
 from kvstore_hvd.errors import KVHvdError, message
 
@@ -77,6 +77,12 @@ def libmxnet_path() -> str:
 def engine_is_naive() -> bool:
     """Whether MXNet runs every operator at once (``MXNET_ENGINE_TYPE=NaiveEngine``), where errors of ours get lost."""
     return environment().get("MXNET_ENGINE_TYPE", "") == "NaiveEngine"
+
+
+@functools.cache
+def local_operations() -> native.LocalOperations:
+    """Operations of the native adapter on arrays of this worker alone."""
+    return native.LocalOperations(libmxnet_path(), engine_is_naive())
 
 
 def waitall() -> None:

@@ -7,11 +7,10 @@ opaque one after an inference pass.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-from kvstore_hvd import mxnet_compat, native
+from kvstore_hvd import mxnet_compat
 
 
 def buffer_like(array: Any, dtype: Any = "", *, context: Any = None, shape: tuple[int, ...] | None = None) -> Any:
@@ -99,15 +98,9 @@ def _reduced(values: Sequence[Any], prescale: float, postscale: float) -> Any:
     if 0 in result.shape:
         return result
     sources = [value if _is_on_cpu(value) else _on(None, value) for value in values]
-    reductions = _local_reductions(mxnet_compat.libmxnet_path(), mxnet_compat.engine_is_naive())
     handles = [mxnet_compat.handle_of(each) for each in (*sources, result)]
-    reductions.reduce(handles[:-1], handles[-1], prescale, postscale)
+    mxnet_compat.local_operations().reduce(handles[:-1], handles[-1], prescale, postscale)
     return result
-
-
-@functools.cache
-def _local_reductions(libmxnet: str, naive: bool) -> native.LocalReductions:
-    return native.LocalReductions(libmxnet, naive)
 
 
 def _for_shape(shape: tuple[int, ...]) -> contextlib.AbstractContextManager[Any]:

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <array>
+#include <cmath>
 #include <functional>
 #include <future>
 #include <system_error>
@@ -11,6 +12,7 @@
 #include "bindings/bind.hpp"
 #include "link/loop.hpp"
 #include "mxnet/adapter.hpp"
+#include "mxnet/local.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -192,7 +194,7 @@ void bind_link(py::module_& module) {
       py::arg("limit_s"), py::arg("text"));
 }
 
-using mxnet::LocalReductions;
+using mxnet::LocalOperations;
 using mxnet::MXNetAdapter;
 using mxnet::Step;
 
@@ -210,16 +212,33 @@ Request request_of(const std::string& name, const std::string& label, int priori
 
 void bind_mxnet(py::module_& module) {
   py::class_<Step, std::shared_ptr<Step>>(module, "Step", "The gradients of a Trainer's step.");
-  py::class_<LocalReductions>(module, "LocalReductions", "Reductions of one rank's own MXNet arrays.")
+  py::class_<LocalOperations>(module, "LocalOperations", "Operations on one rank's own MXNet arrays.")
       .def(py::init<const std::string&, bool>(), py::arg("library_path"), py::arg("naive"))
       .def(
           "reduce",
-          [](const LocalReductions& local, const std::vector<Address>& inputs, Address output, double prescale,
+          [](const LocalOperations& local, const std::vector<Address>& inputs, Address output, double prescale,
              double postscale) {
             check(local.reduce(cast_all<mxnet::Handle>(inputs), handle(output),
                                {DType::kFloat32, ReduceOp::kSum, prescale, postscale}));
           },
-          py::arg("inputs"), py::arg("output"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, WithoutGil());
+          py::arg("inputs"), py::arg("output"), py::arg("prescale") = 1.0, py::arg("postscale") = 1.0, WithoutGil())
+      .def(
+          "update",
+          [](const LocalOperations& local, const std::string& name, int rule, const std::vector<Address>& arrays,
+             const std::vector<std::array<float, 12>>& how, bool is_mixed, Address scale) {
+            const auto handles = cast_all<mxnet::Handle>(arrays);
+            if (!local.applies(handles, how.size(), is_mixed, handle(scale))) return false;
+            std::vector<Hyperparameters> each;
+            for (const auto& [lr, wd, eta, step, rescale, clip, momentum, beta1, beta2, epsilon, lower, upper] : how) {
+              const auto bias = [step = step](float beta) { return step > 0 ? 1.0F - std::pow(beta, step) : 1.0F; };
+              each.push_back({lr, wd, eta, rescale, clip, momentum, beta1, beta2, epsilon, lower, upper, bias(beta1),
+                              bias(beta2)});
+            }
+            check(local.update(static_cast<Rule>(rule), handles, std::move(each), is_mixed, handle(scale), name));
+            return true;
+          },
+          py::arg("name"), py::arg("rule"), py::arg("arrays"), py::arg("how"), py::arg("is_mixed"), py::arg("scale"),
+          WithoutGil(), "Whether MXNet's operator `name` is carried out: False for arrays that it does not take.");
   py::class_<MXNetAdapter>(module, "MXNetAdapter", "Collective operations on MXNet arrays, through MXNet's engine.")
       .def(py::init<std::shared_ptr<Engine>, const std::string&, bool, std::shared_ptr<Arena>>(), py::arg("engine"),
            py::arg("library_path"), py::arg("naive") = false, py::arg("arena").none(true) = nullptr)

@@ -135,6 +135,11 @@ std::shared_ptr<const Api> Api::load(const std::string& library_path) {
   // NDArray::Chunk::Reorder2Default(), what MXNet itself calls in such an operation; the C API has only
   // MXNDArrayGetData, which would wait for the operation that calls it.
   find(library, "_ZN5mxnet7NDArray5Chunk15Reorder2DefaultEv", api->make_plain_);
+  // -fopenmp would bind this library to one OpenMP, perhaps another than MXNet's.
+  if (!find(library, "omp_get_thread_num", api->thread_) || !find(library, "omp_get_num_threads", api->threads_) ||
+      !find(library, "GOMP_parallel", api->parallel_)) {
+    api->parallel_ = nullptr;
+  }
   api->check(api->get_version_(&api->version_));
   return api;
 }
@@ -143,6 +148,16 @@ Error Api::last_error() const { return Error(get_last_error_()); }
 
 void Api::check(int status) const {
   if (status != 0) throw last_error();
+}
+
+void Api::add_new_chunks(const std::vector<Array>& arrays, std::vector<const void*>& chunks,
+                         std::vector<Handle>& handles) {
+  for (const Array& array : arrays) {
+    const void* chunk = chunk_of(array.get());
+    if (chunk == nullptr || std::find(chunks.begin(), chunks.end(), chunk) != chunks.end()) continue;
+    chunks.push_back(chunk);
+    handles.push_back(array.get());
+  }
 }
 
 Array Api::copy(Handle array) const {
@@ -166,19 +181,28 @@ bool Api::is_reachable(Handle array) const {
   return device_type != kGpu;
 }
 
+std::vector<std::int64_t> Api::shape_of(Handle array) const {
+  int dimensions = 0;
+  const std::int64_t* shape = nullptr;
+  check(get_shape_(array, &dimensions, &shape));
+  return dimensions < 0 ? std::vector<std::int64_t>{-1} : std::vector<std::int64_t>{shape, shape + dimensions};
+}
+
+int Api::dtype_number(Handle array) const {
+  int dtype = -1;
+  check(get_dtype_(array, &dtype));
+  return dtype;
+}
+
 std::size_t Api::bytes_of(Handle array) const {
   // mshadow's numbers: float32, float64, float16, uint8, int32, int8, int64; 12 is bfloat16.
   constexpr std::size_t kBytes[] = {4, 8, 2, 1, 4, 1, 8};
   constexpr int kBfloat16 = 12;
-  int dtype = -1;
-  check(get_dtype_(array, &dtype));
+  const int dtype = dtype_number(array);
   const bool known = dtype >= 0 && dtype < static_cast<int>(std::size(kBytes));
   std::size_t bytes = known ? kBytes[dtype] : dtype == kBfloat16 ? 2 : 0;
-  int dimensions = 0;
-  const std::int64_t* shape = nullptr;
-  check(get_shape_(array, &dimensions, &shape));
-  if (dimensions < 0) return 0;
-  for (int i = 0; i < dimensions; ++i) bytes *= static_cast<std::size_t>(std::max<std::int64_t>(shape[i], 0));
+  for (const std::int64_t extent : shape_of(array))
+    bytes *= static_cast<std::size_t>(std::max<std::int64_t>(extent, 0));
   return bytes;
 }
 
@@ -220,6 +244,13 @@ View Api::open(Handle array) const {
 }
 
 void Api::wait_to_read(Handle array) const { check(wait_to_read_(array)); }
+
+void Api::on_all_threads(const std::function<void(int thread, int threads)>& part) const {
+  if (parallel_ == nullptr) return part(0, 1);
+  const auto call = [&] { part(thread_(), threads_()); };
+  parallel_([](void* with) { (*static_cast<decltype(&call)>(with))(); },
+            const_cast<void*>(static_cast<const void*>(&call)), 0, 0);
+}
 
 void Api::push(std::shared_ptr<AsyncOp> op, std::vector<Handle> arrays, Place place, int priority,
                const char* name) const {

@@ -89,7 +89,7 @@ class View {
   // Of elements; 1 for a 0-d array.
   std::size_t count() const {
     std::size_t count = 1;
-    for (const std::int64_t extent : shape()) count *= static_cast<std::size_t>(extent);
+    for (int i = 0; i < tensor().dimensions; ++i) count *= static_cast<std::size_t>(tensor().shape[i]);
     return count;
   }
   Device device() const { return static_cast<Device>(tensor().device_type); }
@@ -123,6 +123,11 @@ class Api : public std::enable_shared_from_this<Api> {
   // Identity of the storage behind an array: equal for views of one array. Null for an array without storage.
   static const void* chunk_of(Handle array) { return *static_cast<const void* const*>(array); }
 
+  // Adds the arrays whose chunks are not among `chunks` to `handles`, and their chunks: MXNet's engine deadlocks when
+  // one operation names a chunk twice. Inputs are held like outputs: open() may rearrange their memory.
+  static void add_new_chunks(const std::vector<Array>& arrays, std::vector<const void*>& chunks,
+                             std::vector<Handle>& handles);
+
   // Throws Error.
   Array copy(Handle array) const;
 
@@ -130,6 +135,11 @@ class Api : public std::enable_shared_from_this<Api> {
   bool is_dense(Handle array) const;
   // The same, in memory that the CPU reaches.
   bool is_reachable(Handle array) const;
+
+  // {-1} while it is not known; so is an extent that is not known. Does not wait. Throws Error.
+  std::vector<std::int64_t> shape_of(Handle array) const;
+  // mshadow's number of the elements' type: 0 is float32, 2 float16. Throws Error.
+  int dtype_number(Handle array) const;
 
   // Bytes of the elements; 0 also for an unknown shape or unsupported dtype. Does not wait. Throws Error.
   std::size_t bytes_of(Handle array) const;
@@ -146,6 +156,10 @@ class Api : public std::enable_shared_from_this<Api> {
   // Waits until all operations pushed so far on the array are over; throws Error when one failed and its error was not
   // raised yet. Never with the GIL held or inside an operation.
   void wait_to_read(Handle array) const;
+
+  // Calls `part` with a thread's number and the number of threads, on each of the threads that one of MXNet's own
+  // operators would use here; does not throw.
+  void on_all_threads(const std::function<void(int thread, int threads)>& part) const;
 
   // MXNet starts `op` at `place` when `arrays` (no two of one chunk) are ready, and keeps others from them until it
   // completes. Never waits, except with NaiveEngine, which runs the operation at once. `name`, for MXNet's profiler,
@@ -172,6 +186,10 @@ class Api : public std::enable_shared_from_this<Api> {
   int (*to_dlpack_)(void*, void**) = nullptr;
   int (*delete_dlpack_)(void*) = nullptr;
   int (*from_dlpack_)(void*, bool, void**) = nullptr;
+  // Of libgomp, which MXNet's wheels use; null in a build with another OpenMP.
+  void (*parallel_)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+  int (*thread_)() = nullptr;
+  int (*threads_)() = nullptr;
   // Null in a build without oneDNN, which has no other layouts.
   void (*make_plain_)(void* chunk) = nullptr;
 };

@@ -48,69 +48,6 @@ void check_overlaps(const std::vector<View>& views, std::size_t inputs) {
   }
 }
 
-// MXNet's engine deadlocks when one operation names a chunk twice. Inputs are held like outputs: a layer that only
-// reads its weights may rearrange their memory for oneDNN.
-void add_new_chunks(const std::vector<Array>& arrays, std::vector<const void*>& chunks, std::vector<Handle>& handles) {
-  for (const Array& array : arrays) {
-    const void* chunk = Api::chunk_of(array.get());
-    if (chunk == nullptr || std::find(chunks.begin(), chunks.end(), chunk) != chunks.end()) continue;
-    chunks.push_back(chunk);
-    handles.push_back(array.get());
-  }
-}
-
-class LocalReduction final : public AsyncOp {
- public:
-  LocalReduction(std::shared_ptr<const Api> api, std::vector<Array> arrays, const Reduction& how, bool naive)
-      : api_(std::move(api)), arrays_(std::move(arrays)), how_(how), naive_(naive) {}
-
-  void start(const Completion& completion) noexcept override {
-    try {
-      carry_out();
-    } catch (const std::exception& error) {
-      failure_ = std::string("a reduction of this worker's own arrays failed: ") + error.what();
-    }
-    // NaiveEngine ignores errors; the caller of the push asks.
-    if (failure_.empty() || naive_) {
-      completion.succeed();
-    } else {
-      completion.fail(failure_);
-    }
-  }
-
-  const std::string& failure() const { return failure_; }
-
- private:
-  void carry_out() {
-    std::vector<View> views;
-    views.reserve(arrays_.size());
-    for (const Array& array : arrays_) views.push_back(api_->open(array.get()));
-    const std::optional<DType> dtype = dtype_of(views.front());
-    if (!dtype) throw std::runtime_error("the dtype " + describe_unsupported(views.front()) + " cannot be reduced.");
-    std::vector<const void*> inputs;
-    for (const View& view : views) {
-      if (dtype_of(view) != dtype || view.count() != views.front().count())
-        throw std::runtime_error("the arrays differ in dtype or size.");
-      inputs.push_back(view.data());
-    }
-    inputs.pop_back();
-    void* output = views.back().data();
-    Reduction how = how_;
-    how.dtype = *dtype;
-    kvstore_hvd::reduce(how, inputs.data(), static_cast<int>(inputs.size()), &output, 1, views.back().count());
-  }
-
-  const std::shared_ptr<const Api> api_;
-  const std::vector<Array> arrays_;  // the inputs, and the output
-  const Reduction how_;
-  const bool naive_;
-  std::string failure_;
-};
-
-Status failed(const std::string& fact) {
-  return Status(ErrorCode::kInputFailed, fact + "\n  Fix: see that message; the store stays usable.");
-}
-
 }  // namespace
 
 Operation::Operation(const Links& links, std::shared_ptr<const Group> group, std::string prefix,
@@ -122,8 +59,8 @@ Status Operation::push(const std::shared_ptr<Operation>& operation) {
   std::vector<Handle> handles;
   std::vector<const void*> chunks;
   for (const Member& member : self.members()) {
-    add_new_chunks(member.inputs, chunks, handles);
-    add_new_chunks(member.outputs, chunks, handles);
+    Api::add_new_chunks(member.inputs, chunks, handles);
+    Api::add_new_chunks(member.outputs, chunks, handles);
   }
   // While another operation waits for its arrays, this one will probably wait, too. The first to wait, in a training,
   // is the one whose gradient is ready last: it may wait behind computation.
@@ -294,25 +231,6 @@ Status Step::push(const Links& links, const std::string& prefix, const StepReduc
     }
   }
   return refused == 0 ? Status() : refusal(prefix + title + ": ", why, refused - 1);
-}
-
-LocalReductions::LocalReductions(const std::string& library_path, bool naive)
-    : api_(Api::load(library_path)), naive_(naive) {}
-
-Status LocalReductions::reduce(const std::vector<Handle>& inputs, Handle output, const Reduction& how) const {
-  std::vector<Array> arrays;
-  std::vector<Handle> unique;
-  std::vector<const void*> chunks;
-  try {
-    for (Handle input : inputs) arrays.push_back(api_->copy(input));
-    arrays.push_back(api_->copy(output));
-    add_new_chunks(arrays, chunks, unique);
-    auto operation = std::make_shared<LocalReduction>(api_, std::move(arrays), how, naive_);
-    api_->push(operation, std::move(unique), Place::kComputation, 0, "local reduction");
-    return naive_ && !operation->failure().empty() ? failed(operation->failure()) : Status();
-  } catch (const Error& error) {
-    return failed(std::string("MXNet refused a reduction of this worker's own arrays: ") + first_line(error.what()));
-  }
 }
 
 }  // namespace kvstore_hvd::mxnet

@@ -132,6 +132,10 @@ void widen(DType from, const void* input, void* output, std::size_t count) {
   target_in_use().kernels().convert(from, false, static_cast<const char*>(input), static_cast<char*>(output), count);
 }
 
+void update(Rule rule, const Hyperparameters& how, const Parameter& parameter, std::size_t count) {
+  target_in_use().kernels().update(rule, how, parameter, count);
+}
+
 const char* simd_target() { return target_in_use().name; }
 
 bool set_simd_target(const std::string& target) {

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "base/types.hpp"
+#include "reduce/update.hpp"
 
 namespace kvstore_hvd {
 
@@ -66,6 +67,7 @@ using ConvertKernel = void (*)(DType half, bool narrows, const char* input, char
 struct Kernels {
   ReduceKernel reduce = nullptr;
   ConvertKernel convert = nullptr;
+  UpdateKernel update = nullptr;
 };
 
 // The kernels, or null ones when this build lacks it: the compiler was not given the flags named in the source file, or

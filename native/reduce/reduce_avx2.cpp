@@ -6,6 +6,7 @@
 #include <immintrin.h>
 
 #include "reduce/reduce_impl.hpp"
+#include "reduce/update_impl.hpp"
 
 namespace kvstore_hvd::detail {
 namespace {
@@ -32,7 +33,7 @@ struct Avx2 : CopiedTails {
 
 }  // namespace
 
-Kernels avx2_kernels() { return {&reduce_with<Avx2>, &convert_with<Avx2>}; }
+Kernels avx2_kernels() { return {&reduce_with<Avx2>, &convert_with<Avx2>, &update_with<>}; }
 #else
 namespace kvstore_hvd::detail {
 

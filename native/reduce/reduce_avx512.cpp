@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "reduce/reduce_impl.hpp"
+#include "reduce/update_impl.hpp"
 
 namespace kvstore_hvd::detail {
 namespace {
@@ -50,7 +51,7 @@ struct Avx512 {
 
 }  // namespace
 
-Kernels avx512_kernels() { return {&reduce_with<Avx512>, &convert_with<Avx512>}; }
+Kernels avx512_kernels() { return {&reduce_with<Avx512>, &convert_with<Avx512>, &update_with<>}; }
 #else
 namespace kvstore_hvd::detail {
 

@@ -1,5 +1,6 @@
 // The kernel for every CPU: plain C++ without instructions beyond the architecture's baseline.
 #include "reduce/reduce_impl.hpp"
+#include "reduce/update_impl.hpp"
 
 namespace kvstore_hvd::detail {
 namespace {
@@ -50,6 +51,6 @@ struct Baseline : CopiedTails {
 
 }  // namespace
 
-Kernels scalar_kernels() { return {&reduce_with<Baseline>, &convert_with<Baseline>}; }
+Kernels scalar_kernels() { return {&reduce_with<Baseline>, &convert_with<Baseline>, &update_with<>}; }
 
 }  // namespace kvstore_hvd::detail

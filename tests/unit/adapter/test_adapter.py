@@ -388,9 +388,9 @@ def test_what_follows_a_refused_group_is_announced(refused_pair, refusing, refus
 
 
 def test_a_refused_reduction_of_a_workers_own_arrays_is_an_error_with_a_fix(refusing):
-    local, array = native.LocalReductions(refusing.path, False), mx.nd.ones(4)
+    local, array = native.LocalOperations(refusing.path, False), mx.nd.ones(4)
     refusing.refuse(0, False)
-    with pytest.raises(errors.InputFailedError, match=r"(?s)MXNet refused a reduction .* the test refuses it.*Fix: "):
+    with pytest.raises(errors.InputFailedError, match=r"(?s)MXNet refused the local .* the test refuses it.*Fix: "):
         local.reduce([handle(array)], handle(array), 2.0)
     local.reduce([handle(array)], handle(array), 2.0)
     assert array.asnumpy().tolist() == [2, 2, 2, 2]
