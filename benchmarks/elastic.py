@@ -57,7 +57,7 @@ def time_steps(options: argparse.Namespace, results: dict[str, Any]) -> str:
     chosen = argparse.Namespace(workers=[options.ranks], batch_size=32, seconds=0.5, rounds=options.rounds)
     for network in options.networks:
         static, elastic = train.Group("ours", options.ranks), train.Group(train.ELASTIC, options.ranks)
-        train.measure(network, chosen, [static, elastic])
+        train.measure(network, "sgd", chosen, [static, elastic])
         # Seconds of a step: the inverse of images/s.
         times = {group.mode: [1 / speed for speed in group.speeds] for group in (static, elastic)}
         ratio = median_ratio(times[train.ELASTIC], times["ours"])

@@ -299,7 +299,7 @@ def time_steps(options: argparse.Namespace, _: Any) -> tuple[dict[str, Any], str
             groups = [OverHosts(mode, 4) for mode in ("ours", train.ELASTIC)]
             for group in groups:
                 group.network = network
-            train.measure(name, chosen, groups)
+            train.measure(name, "sgd", chosen, groups)
             static, elastic = (group.speeds for group in groups)
             ratio = median_ratio(static, elastic)  # of the times of a step
             found[name] = {"static": static, "elastic": elastic, "ratio": ratio}

@@ -28,7 +28,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
     import mxnet as mx
 
     store = mx.kv.create("horovod")
-    trainer, step = prepare(options.network, options.batch_size, store)
+    trainer, step = prepare(options.network, "sgd", options.batch_size, store)
     for _ in range(_STEPS):
         step()
     mx.nd.waitall()

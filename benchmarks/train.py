@@ -1,6 +1,7 @@
-"""Time the training of a small CNN, an MLP and an LSTM, with 1 and 2 workers: no store, ours, and MXNet's 'dist_sync'.
+"""Time the training of small networks, with 1 and 2 workers: no store, ours, and MXNet's 'dist_sync'.
 
     python benchmarks/train.py
+    python benchmarks/train.py --networks MLP ResNet-18 --optimizers sgd momentum adam lamb --modes "no store" ours
     python benchmarks/train.py --hosts --workers 4 --networks CNN       # also over two namespaces (needs root)
 
 All groups of workers are started at once and sleep; in every round each in turn trains for about a second, so that they
@@ -12,6 +13,8 @@ not pinned; they run on the cores of the workers, as on a machine with no cores 
 'exposed' is the part of the time from the last gradient of a step until all of them are summed, as our store's report
 has it; 'reducing' the part of that in which something was being reduced: in the rest the workers waited for each other.
 
+Parameters are updated by MXNet's own operators but in the groups of ours (KVHVD_FUSED_UPDATE).
+
 Batches are random and stay where they are: no data is loaded. The batch size is that of each worker.
 """
 
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -37,7 +41,13 @@ from ranks import kvhvdrun, start_or_be_a_rank, this_python, versions
 MODES = ("no store", "ours", "dist_sync")
 OVER_HOSTS = "ours over 2 hosts"
 ELASTIC = "elastic"  # ours, in a job that may lose workers: for benchmarks/elastic.py
-NETWORKS = ("CNN", "MLP", "LSTM")
+NETWORKS = ("CNN", "MLP", "LSTM", "ResNet-18")
+OPTIMIZERS = {
+    "sgd": {"learning_rate": 1e-3},
+    "momentum": {"learning_rate": 1e-3, "momentum": 0.9},
+    "adam": {"learning_rate": 1e-5},
+    "lamb": {"learning_rate": 1e-5},
+}
 WAITS = ("exposed_ms", "reducing_ms")
 START_TIMEOUT_S = 120.0
 SEGMENT_TIMEOUT_S = 120.0
@@ -100,7 +110,7 @@ def train_when_told(options: argparse.Namespace, index: int) -> None:
     """Train as many steps as the other side says, again and again."""
     import mxnet as mx
 
-    trainer, step = prepare(options.network, options.batch_size, make_store(options.mode))
+    trainer, step = prepare(options.network, options.optimizer, options.batch_size, make_store(options.mode))
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(socket_in(options.folder))
     channel = Channel(connection)
@@ -138,7 +148,7 @@ def make_store(mode: str) -> Any:
     return None if mode == "no store" else mx.kv.create("horovod" if mode in ours else mode)
 
 
-def prepare(network: str, batch_size: int, store: Any) -> tuple[Any, Any]:
+def prepare(network: str, optimizer: str, batch_size: int, store: Any) -> tuple[Any, Any]:
     """Return a trainer and a function that trains one step and returns the loss."""
     import mxnet as mx
     import numpy as np
@@ -146,7 +156,8 @@ def prepare(network: str, batch_size: int, store: Any) -> tuple[Any, Any]:
     from mxnet.gluon import nn
 
     array = mx.nd.array
-    if network != "LSTM" or not mx.__version__.startswith("1."):  # whose LSTM cannot infer shapes of np arrays
+    # Of MXNet 1, the LSTM cannot infer shapes of np arrays, and ResNet-18 does not take them.
+    if network in ("CNN", "MLP") or not mx.__version__.startswith("1."):
         mx.npx.set_np()
         array = mx.np.array
     mx.random.seed(0)
@@ -157,6 +168,9 @@ def prepare(network: str, batch_size: int, store: Any) -> tuple[Any, Any]:
         # A label for each of 28 steps in time.
         inputs, targets = (28, batch_size, 28), (28, batch_size)
         net.add(gluon.rnn.LSTM(128, input_size=28), nn.Dense(10, flatten=False, in_units=128))
+    elif network == "ResNet-18":
+        inputs = (batch_size, 3, 32, 32)
+        net.add(gluon.model_zoo.vision.resnet18_v1(classes=10))
     elif network == "CNN":
         net.add(
             nn.Conv2D(20, 5, in_channels=1, activation="tanh"),
@@ -174,7 +188,8 @@ def prepare(network: str, batch_size: int, store: Any) -> tuple[Any, Any]:
         )
     net.initialize(mx.init.Uniform(0.07))
     net.hybridize(static_alloc=True, static_shape=True)
-    trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1e-3}, kvstore=store)
+    name = "sgd" if optimizer == "momentum" else optimizer
+    trainer = gluon.Trainer(net.collect_params(), name, dict(OPTIMIZERS[optimizer]), kvstore=store)
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
     generator = np.random.default_rng(0)
     images = array(generator.random(inputs, np.float32), dtype="float32")
@@ -220,6 +235,8 @@ class Group:
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start the processes; they connect by themselves."""
         command = [*command, "--group", self.name, "--mode", self.mode]
+        if self.mode in ("no store", "dist_sync"):
+            environment = {**environment, "KVHVD_FUSED_UPDATE": "0"}
         if self.mode == "ours":
             self._start([*kvhvdrun(this_python()), "-np", str(self.workers), *command], environment)
             return
@@ -295,11 +312,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def measure(network: str, options: argparse.Namespace, groups: Sequence[Group]) -> dict[str, str]:
+def measure(network: str, optimizer: str, options: argparse.Namespace, groups: Sequence[Group]) -> dict[str, str]:
     """Start all groups for one network, and fill in their speeds; returns the versions of a worker."""
     cores = sorted(os.sched_getaffinity(0))
     share = max(1, len(cores) // max(options.workers))
     command = [str(this_python()), str(Path(__file__).resolve()), "--network", network]
+    command += ["--optimizer", optimizer]
     command += ["--share", str(share), "--batch-size", str(options.batch_size)]
     # With more workers than cores, cores are shared in turn.
     command += ["--cores", *(str(cores[place % len(cores)]) for place in range(share * max(options.workers)))]
@@ -320,7 +338,7 @@ def measure(network: str, options: argparse.Namespace, groups: Sequence[Group]) 
                 hello = channel.receive()
                 found = hello["versions"]
                 by_name[hello["group"]].channels.append(channel)
-            run_rounds(network, options, groups)
+            run_rounds(f"{network}, {optimizer}", options, groups)
         except (OSError, EOFError) as error:
             late = [group.name for group in groups if len(group.channels) < group.workers]
             raise SystemExit(f"{network}: {error}; not started: {', '.join(late) or 'none'}") from None
@@ -373,11 +391,12 @@ def start(options: argparse.Namespace) -> None:
     run = describe()
     results: dict[str, Any] = {"batch_size": options.batch_size, "networks": {}}
     text = [f"batches of {options.batch_size} for each worker, {options.rounds} rounds\n"]
-    for network in options.networks:
+    for network, optimizer in itertools.product(options.networks, options.optimizers):
         modes = [*options.modes, *([OVER_HOSTS] if options.hosts else [])]
         groups = [Group(mode, workers) for workers in options.workers for mode in modes]
-        run["versions"] = {"all": measure(network, options, groups)}
-        results["networks"][network] = {
+        run["versions"] = {"all": measure(network, optimizer, options, groups)}
+        title = network if optimizer == "sgd" else f"{network}, {optimizer}"
+        results["networks"][title] = {
             group.name: {
                 "images_per_second": summary(group.speeds),
                 "rounds": group.speeds,
@@ -389,7 +408,7 @@ def start(options: argparse.Namespace) -> None:
             }
             for group in groups
         }
-        text.append(f"{network}\n{show(groups)}\n")
+        text.append(f"{title}\n{show(groups)}\n")
     write(options.json, run, results, "\n".join(text))
 
 
@@ -404,7 +423,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--hosts", action="store_true", help=f"also {OVER_HOSTS}: namespaces, by mpirun; needs root")
-    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS[:3]))
+    parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["sgd"])
     results = Path(__file__).resolve().parent / "results" / "train.json"
     parser.add_argument("--json", type=Path, default=results, help="where results go; the table goes beside it (.txt)")
     for name, kind in (
@@ -412,6 +432,7 @@ def parse_arguments() -> argparse.Namespace:
         ("group", str),
         ("mode", str),
         ("network", str),
+        ("optimizer", str),
         ("index", int),
         ("share", int),
     ):

@@ -406,6 +406,31 @@ class MXNetAdapter:
     def broadcast(self, name: str, label: str, array: int, root: int = 0, priority: int = 0) -> None:
         """Overwrite `array` with the root's; asynchronous, in turn as in `pushpull`."""
 
+    def exchange(
+        self,
+        name: str,
+        label: str,
+        source: int,
+        target: int,
+        count: int,
+        contributed: int,
+        parts: Sequence[tuple[int, int, int, int]],
+        priority: int = 0,
+    ) -> None:
+        """Give elements of `source` to the other workers, and write theirs to `target`; asynchronous, in turn.
+
+        `source` may be a view of `target`, or `target` itself. Where it lies in it no part is written.
+
+        Parameters
+        ----------
+        count : int
+            The most elements that a worker gives; equal on all workers.
+        contributed : int
+            The number of elements, from the first of `source` on, that this worker gives.
+        parts : sequence of tuple of int
+            Rank, first byte of what that rank gives, number of bytes, and where they go in `target`.
+        """
+
     def new_array(self, shape: Sequence[int], dtype: str) -> int:
         """The NDArrayHandle of a new array in the arena, for the caller to own; 0 when it takes none.
 

@@ -35,6 +35,9 @@ class TrainerHandler(ArraysHandler):
             fact = "its parameters are updated by its store, which keeps the states of the optimizer."
             fix = "create it with kvstore='horovod', or with update_on_kvstore=False."
             raise InvalidRequestError(message(fact, operation="state", name="Trainer", fix=fix))
+        if isinstance(trainer, hvd.ShardedTrainer):
+            fact, fix = "its workers keep the states of their shares only.", "use a DistributedTrainer in elastic jobs."
+            raise InvalidRequestError(message(fact, operation="state", name="ShardedTrainer", fix=fix))
         found: Arrays = []
         states = [
             {index: _without_arrays(state, index, found) for index, state in updater.states.items()}

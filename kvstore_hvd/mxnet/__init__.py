@@ -30,6 +30,7 @@ __all__ = [
     "DistributedOptimizer",
     "DistributedTrainer",
     "HorovodInternalError",
+    "ShardedTrainer",
     "SyncBatchNorm",
     "allgather_object",
     "broadcast_object",
@@ -41,6 +42,7 @@ __all__ += _mpi_ops.__all__
 if TYPE_CHECKING:
     from kvstore_hvd.mxnet import elastic as elastic
     from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
+    from kvstore_hvd.mxnet.sharded import ShardedTrainer
     from kvstore_hvd.mxnet.sync_batch_norm import SyncBatchNorm
 else:
 
@@ -48,9 +50,11 @@ else:
         if name == "elastic":  # stands above this package
             return importlib.import_module("kvstore_hvd.mxnet.elastic")
         # Classes that derive from MXNet's, which may be absent.
-        if name not in ("DistributedOptimizer", "DistributedTrainer", "SyncBatchNorm"):
+        homes = {"DistributedOptimizer": "optimizer", "DistributedTrainer": "optimizer"}
+        homes |= {"ShardedTrainer": "sharded", "SyncBatchNorm": "sync_batch_norm"}
+        home = homes.get(name)
+        if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         _require_mxnet()
-        home = "sync_batch_norm" if name == "SyncBatchNorm" else "optimizer"
         value = globals()[name] = getattr(importlib.import_module(f"kvstore_hvd.mxnet.{home}"), name)
         return value

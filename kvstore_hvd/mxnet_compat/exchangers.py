@@ -66,7 +66,9 @@ def set_store_aside(optimizer: Any, asked: Any, devices: int) -> Optional[str]:
 
 def states_of(updater: Any) -> list[int]:
     """For which parameters an Updater of MXNet's has states, as numbers in order."""
-    return sorted(index for index, state in updater.states.items() if state is not None)
+    # Of a ShardedUpdater the workers have different ones.
+    shared = vars(updater).get("_kvstore_hvd_shares") or {}
+    return sorted({*shared, *(index for index, state in updater.states.items() if state is not None)})
 
 
 def new_states(updater: Any, store: Any) -> list[int]:

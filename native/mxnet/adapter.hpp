@@ -23,7 +23,8 @@ class MXNetAdapter {
   // several times and in both lists, and may be views of one another, as long as no output overlaps another array in
   // part. All must be dense, on the CPU, of equal dtype and number of elements; the first input's shape is compared
   // across ranks. A broadcast has one array, as input and output. `request`: without the fields that depend on the
-  // arrays, and without those of `how`.
+  // arrays, and without those of `how`. An exchange has one input and one output, of which one may be a view of the
+  // other, and a request that has all but dtype and addresses.
   //
   // Returns before the operation is over (naive: after it). What is wrong with an array shows only when it is ready:
   // then every rank's operation fails with kInputFailed, as it does when an operation of MXNet that should have

@@ -45,7 +45,7 @@ struct Request {
   // Allreduce: a hash of the arrays that are reduced together, all of which fail when ranks disagree about one.
   std::uint64_t group = 0;
   // Exchange: the parts that this rank takes. Reduce-scatter: the one part of the result that it receives. One input
-  // and one output then, which do not overlap.
+  // and one output then; no part is written where the input is read.
   std::vector<Part> parts;
   // Exchange only: the elements of this rank's input; `count` is the largest number of any rank.
   std::size_t contributed = 0;

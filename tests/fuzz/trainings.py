@@ -21,7 +21,9 @@ import numpy as np
 
 import kvstore_hvd.mxnet as hvd
 from fuzz.differences import drawn
+from kvstore_hvd import mxnet_compat
 from kvstore_hvd.join import Join
+from kvstore_hvd.mxnet import sharded
 from support.arrays import assert_equal_on_all_ranks, assert_same_bits, ordered_sum, sum_of_ranks
 from support.gluon import array, distributed, gradients, parameters, scaler_of, weights
 from support.networks import BATCH, MODES, NETWORKS, apart, built, sgd_roundings
@@ -29,11 +31,13 @@ from support.zero_copy import meet_again, zero_copy
 
 OPTIMIZERS: dict[str, dict[str, float]] = {
     "sgd": {"learning_rate": 0.01, "momentum": 0.9, "wd": 0.01},
-    "nag": {"learning_rate": 0.01, "momentum": 0.5},
+    "nag": {"learning_rate": 0.003, "momentum": 0.5},
     "adam": {"learning_rate": 0.01},
     "rmsprop": {"learning_rate": 0.01},
+    "lamb": {"learning_rate": 0.01},
 }
 KINDS = ("store", "name", "DistributedTrainer", "DistributedOptimizer")
+AVERAGING = (*KINDS[2:], "ShardedTrainer")
 #: What may happen before a step, on all workers.
 EVENTS = ("reset", "states", "learning rate", "clip", "stale", "nothing")
 
@@ -59,6 +63,7 @@ class Training:
     divides_by_all: bool  # a Join's `divide_by_initial_world_size`
     multipliers: tuple[float, ...]  # of the learning rate and weight decay of the parameters, in turns
     scales: bool  # with AMP's loss scaling
+    cuts: tuple[int, int]  # of a ShardedTrainer: the least elements that are cut, and the unit of shares
     overflows: tuple[int, ...]  # the rank whose gradients overflow in a step, or -1
 
 
@@ -71,7 +76,7 @@ def draw(seed: int, size: int) -> Training:
     dtype = chance.choice(["float16", "float32", "float64"]) if network == "elementwise" else "float32"
     kind = chance.choice(KINDS[:3] if joins else KINDS)
     steps = chance.randint(2, 4)
-    averages = kind.startswith("Distributed")
+    averages = kind in AVERAGING
     if joins:
         lengths = [chance.randint(0, 3) for _ in range(size)]
         lengths[chance.randrange(size)] = 3
@@ -88,17 +93,29 @@ def draw(seed: int, size: int) -> Training:
     fresh = [drawn("fresh gradient", differ, size) if event == "stale" else () for event in events]
     fresh = [of_step if any(of_step) and not averages else (True,) * size for of_step in fresh]
     # MXNet's RMSProp has states of float32.
-    optimizers = [name for name in sorted(OPTIMIZERS) if (dtype, name) != ("float64", "rmsprop")]
+    optimizers = [name for name in sorted(OPTIMIZERS) if name != "lamb" and (dtype, name) != ("float64", "rmsprop")]
     scales = not joins and dtype != "float16" and more.random() < 0.4
+    optimizer = "sgd" if joins or dtype == "float16" else chance.choice(optimizers)
+    grad_req = "write" if joins else chance.choice(["write", "write", "add"])
+    devices = 1 if network in ("deferred", "elementwise", "tied") else chance.choice([1, 1, 2])
+    overflows = [more.randrange(size) if scales and more.random() < 0.3 else -1 for _ in counts]
+    # Stale gradients count as zeros; those of a skipped update stay fresh, for MXNet.
+    overflows = [
+        rank if rank >= 0 and of_step[rank] and after != "stale" else -1
+        for rank, of_step, after in zip(overflows, fresh, (*events[1:], ""))
+    ]
+    if kind == "DistributedTrainer" and differ.random() < 0.6:
+        kind, devices = "ShardedTrainer", 1
+        optimizer = "lamb" if optimizer == "nag" else optimizer
     return Training(
         seed=seed,
         kind=kind,
         network=network,
         mode=chance.choice(sorted(MODES)),
         dtype=dtype,
-        optimizer="sgd" if joins or dtype == "float16" else chance.choice(optimizers),
-        grad_req="write" if joins else chance.choice(["write", "write", "add"]),
-        devices=1 if network in ("deferred", "elementwise", "tied") else chance.choice([1, 1, 2]),
+        optimizer=optimizer,
+        grad_req=grad_req,
+        devices=devices,
         joins=joins,
         events=events,
         counts=tuple(counts),
@@ -108,13 +125,15 @@ def draw(seed: int, size: int) -> Training:
         divides_by_all=joins and more.random() < 0.5,
         multipliers=more.choice([(1.0,), (1.0, 0.5, 2.0)]),
         scales=scales,
-        overflows=tuple(more.randrange(size) if scales and more.random() < 0.3 else -1 for _ in counts),
+        cuts=differ.choice([(1, 1), (20, 8), (1024, 16)]),
+        overflows=tuple(overflows),
     )
 
 
 def run_training(training: Training, rank: int, size: int) -> None:
     """Train in this world, and compare with the model after every step."""
-    with zero_copy(training.memory[rank] == "arena"):
+    cuts = dict(zip(("_LEAST", "_UNIT"), training.cuts))
+    with zero_copy(training.memory[rank] == "arena"), mxnet_compat.holding(sharded, **cuts):
         _Run(training, rank, size).run()
 
 
@@ -145,7 +164,7 @@ class _Run:
 
     def _trainer(self, options: dict[str, Any]) -> Any:
         params, name, kind = self.net.collect_params(), self.of.optimizer, self.of.kind
-        if kind.startswith("Distributed"):
+        if kind in AVERAGING:
             return distributed(kind, params, name, options, kvstore="horovod")
         return mx.gluon.Trainer(
             params, name, options, kvstore=mx.kv.create("horovod") if kind == "store" else "horovod"
@@ -201,7 +220,7 @@ class _Run:
             meet_again()
         elif event == "learning rate" and self.of.kind != "DistributedOptimizer":
             for trainer in (self.trainer, self.alone):
-                trainer.set_learning_rate(0.005)
+                trainer.set_learning_rate(0.002)
         elif event == "states":
             with tempfile.TemporaryDirectory() as folder:
                 for trainer in (self.trainer, self.alone):
@@ -214,8 +233,8 @@ class _Run:
 
     def _step(self, step: int, clips: bool) -> None:
         own = self.of.counts[step][self.rank] * self.of.devices
-        number = own if self.of.kind.startswith("Distributed") else self._samples(step)
-        if self.of.joins and not self.of.kind.startswith("Distributed"):
+        number = own if self.of.kind in AVERAGING else self._samples(step)
+        if self.of.joins and self.of.kind not in AVERAGING:
             number = own * self.size
         if clips and self.of.kind in ("store", "name"):
             self.trainer.allreduce_grads()
@@ -247,6 +266,7 @@ class _Run:
         absent = self.size / len(present) if self.of.divides_by_all else 1  # count as zeros
         first, then = {
             "DistributedTrainer": (self.size, own),
+            "ShardedTrainer": (self.size, own),
             "DistributedOptimizer": (own, self.size),
         }.get("" if self.of.joins else self.of.kind, (absent, self._samples(step)))
         self.alone._scale = 1.0 / first / self.loss_scale

@@ -126,13 +126,13 @@ def batch_of(*seed: int, count: int = 4, ctx: Any = None) -> Any:
 
 
 def distributed(kind: str, params: Any, name: str, options: Any, kvstore: Any = None, **how: Any) -> Any:
-    """Return a DistributedTrainer, or a Trainer with a DistributedOptimizer (and this store), as `kind` says."""
+    """Return a Trainer of this class, or a stock one with a DistributedOptimizer and this store."""
     import mxnet as mx
 
     import kvstore_hvd.mxnet as hvd
 
-    if kind == "DistributedTrainer":
-        return hvd.DistributedTrainer(params, name, options, **how)
+    if kind != "DistributedOptimizer":
+        return getattr(hvd, kind)(params, name, options, **how)
     optimizer = hvd.DistributedOptimizer(mx.optimizer.create(name, **options), **how)
     return mx.gluon.Trainer(params, optimizer, kvstore=kvstore)
 

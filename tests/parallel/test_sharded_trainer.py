@@ -1,0 +1,147 @@
+"""A ShardedTrainer: its bits with each network (others: `test_trainings`), shares, files of states, refusals."""
+
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import mxnet_compat
+from kvstore_hvd.elastic import GluonState
+from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.join import Join
+from kvstore_hvd.mxnet import sharded
+from support.arrays import assert_equal_on_all_ranks
+from support.gluon import array, batch_of, bits_of, is_mxnet_2, mlp, network, parameters, train, weights
+from support.networks import NETWORKS, built
+from support.zero_copy import meet_again
+
+mx = pytest.importorskip("mxnet")
+
+pytestmark = pytest.mark.usefixtures("world")
+ADAM = {"learning_rate": 0.01, "wd": 0.01}
+
+
+@pytest.fixture
+def small_cuts():
+    with mxnet_compat.holding(sharded, _LEAST=1, _UNIT=1):
+        yield
+
+
+def trainer_of(kind, net, optimizer="adam", **options):
+    return getattr(hvd, kind)(net.collect_params(), optimizer, options or dict(ADAM))
+
+
+def elements(state):
+    if isinstance(state, (tuple, list)):
+        return sum(map(elements, state))
+    return 0 if state is None else state.size
+
+
+@pytest.mark.parametrize("name", sorted(NETWORKS))
+@pytest.mark.parametrize("optimizer", ["adam", "lamb", "rmsprop"])
+def test_bits_with_inference_between_the_steps(small_cuts, rank, name, optimizer):
+    values = []
+    for kind in ("DistributedTrainer", "ShardedTrainer"):
+        net = built(name, seed=3, contexts=[mx.cpu()], mode="static", grad_req="write", dtype="float32")
+        trainer = trainer_of(kind, net, optimizer, learning_rate=0.01)
+        outputs = []
+        for step in range(3):
+            data = array(np.random.default_rng([rank, step]).standard_normal(NETWORKS[name][1]).astype("float32"))
+            with mx.autograd.record():
+                loss = (net(data) ** 2).sum()
+            loss.backward()
+            trainer.step(4)
+            outputs.append(net(data).asnumpy().tobytes())
+        values.append((outputs, bits_of(net)))
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize(("optimizer", "kept"), [("adam", 2), ("sgd", 1)])
+def test_each_worker_keeps_its_share_of_the_states(size, optimizer, kept):
+    net = network(mx.gluon.nn.Dense(300, in_units=400), mx.gluon.nn.Dense(100, in_units=300))
+    options = {} if optimizer == "adam" else {"momentum": 0.9}
+    trainer = trainer_of("ShardedTrainer", net, optimizer, learning_rate=0.01, **options)
+    train(net, trainer, (array(np.ones((4, 400), "float32")), array(np.ones((4, 100), "float32"))))
+    mine = sum(map(elements, trainer._updaters[0].states.values()))
+    whole = kept * sum(param.data().size for param in parameters(net))
+    assert mine <= whole / size * 1.02
+    assert sum(hvd.allgather_object(mine)) == whole
+
+
+def test_files_of_states_are_those_of_any_trainer(small_cuts):
+    def trained(kind, path, other):
+        net = mlp(seed=5)
+        trainer = trainer_of(kind, net)
+        train(net, trainer, batch_of(1), batch_of(2))
+        trainer.save_states(str(path))
+        hvd.barrier()
+        trainer.load_states(str(other))
+        train(net, trainer, batch_of(3))
+        return weights(net)
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder, "whole"), Path(folder, "sharded")]
+        expected = trained("DistributedTrainer", paths[0], paths[0])
+        for own, other in ((paths[1], paths[0]), (paths[1], paths[1])):
+            for mine, theirs in zip(trained("ShardedTrainer", own, other), expected):
+                np.testing.assert_array_equal(mine, theirs)
+        for mine, theirs in zip(trained("DistributedTrainer", paths[0], paths[1]), expected):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.needs(2)
+def test_another_place_in_the_world_is_refused(small_cuts, size):
+    net = mlp(seed=5)
+    trainer = trainer_of("ShardedTrainer", net)
+    train(net, trainer, batch_of(1))
+    meet_again()
+    train(net, trainer, batch_of(2))  # the same place
+    assert_equal_on_all_ranks(weights(net)[0], "weights")
+    updater = trainer._updaters[0]
+    updater._place = (0, size + 1)
+    with pytest.raises(InvalidRequestError, match=rf"(?s)states of rank 0 of {size + 1}, .*load_states"):
+        updater([0], [parameters(net)[0].grad()], [parameters(net)[0].data()])
+    with pytest.raises(InvalidRequestError, match="save_states"):
+        updater.get_states()
+
+
+def test_an_exhausted_worker_updates_its_share(small_cuts, rank):
+    """With a Trainer that is not sharded in the same Join, as in PyTorch's tutorial."""
+    nets = [mlp(seed=5), mlp(seed=5), mlp(seed=5)]
+    kinds = ("DistributedTrainer", "ShardedTrainer", "ShardedTrainer")
+    trainers = [trainer_of(kind, net) for kind, net in zip(kinds, nets)]
+    with Join(trainers):
+        for step in range(2 + rank):
+            for net, trainer in zip(nets, trainers):
+                train(net, trainer, batch_of(step, rank))
+    assert bits_of(nets[0]) == bits_of(nets[1]) == bits_of(nets[2])
+    assert_equal_on_all_ranks(weights(nets[0])[0], "weights")
+
+
+@pytest.mark.needs(3)
+def test_of_a_process_set(small_cuts, dynamic, rank):
+    members = hvd.add_process_set([0, 2])
+    values = []
+    for kind in (hvd.DistributedTrainer, hvd.ShardedTrainer):
+        net = mlp(seed=5)
+        trainer = kind(net.collect_params(), "adam", dict(ADAM), process_set=members)
+        train(net, trainer, batch_of(1, rank), batch_of(2, rank))
+        values.append(bits_of(net))
+    assert values[0] == values[1]
+
+
+def test_refusals():
+    net = mlp(contexts=[mx.cpu(0), mx.cpu(1)])
+    with pytest.raises(InvalidRequestError, match=r"ShardedTrainer: .*cpu\(0\), cpu\(1\), and not on one"):
+        trainer_of("ShardedTrainer", net)
+    with pytest.raises(InvalidRequestError, match="Nadam updates no parameter alone"):
+        trainer_of("ShardedTrainer", mlp(), "nadam", learning_rate=0.1)
+    if not is_mxnet_2():
+        embedding = network(mx.gluon.nn.Embedding(5, 3, sparse_grad=True))
+        with pytest.raises(InvalidRequestError, match="row_sparse"):
+            trainer_of("ShardedTrainer", embedding)
+    net = mlp()
+    with pytest.raises(InvalidRequestError, match="use a DistributedTrainer in elastic jobs"):
+        GluonState(net, trainer_of("ShardedTrainer", net))
