@@ -27,8 +27,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
     rank = Rank(options)
     import mxnet as mx
 
-    store = mx.kv.create("horovod")
-    trainer, step = prepare(options.network, "sgd", options.batch_size, store)
+    trainer, step = prepare(options.network, "sgd", options.batch_size, "ours")
     for _ in range(_STEPS):
         step()
     mx.nd.waitall()
@@ -37,8 +36,7 @@ def be_a_rank(options: argparse.Namespace) -> None:
     step()
     mx.nd.waitall()
     end = time.monotonic()
-    report = store.report()
-    del trainer
+    report = trainer._kvstore.report()
     rank.gate.wait()
     rank.save(begin=begin, end=end, keys=report["keys"])
 

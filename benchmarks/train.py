@@ -1,7 +1,7 @@
 """Time the training of small networks, with 1 and 2 workers: no store, ours, and MXNet's 'dist_sync'.
 
     python benchmarks/train.py
-    python benchmarks/train.py --networks MLP ResNet-18 --optimizers sgd momentum adam lamb --modes "no store" ours
+    python benchmarks/train.py --networks MLP ResNet-18 --optimizers sgd adam --modes "no store" ours sharded
     python benchmarks/train.py --hosts --workers 4 --networks CNN       # also over two namespaces (needs root)
 
 All groups of workers are started at once and sleep; in every round each in turn trains for about a second, so that they
@@ -38,7 +38,8 @@ from typing import Any
 from common import ROOT, describe, median_ratio, ratio_text, summary, table, write
 from ranks import kvhvdrun, start_or_be_a_rank, this_python, versions
 
-MODES = ("no store", "ours", "dist_sync")
+NO_UPDATE = "no update"  # forward and backward pass only: nothing can be faster
+MODES = ("no store", "ours", "sharded", "dist_sync", NO_UPDATE)
 OVER_HOSTS = "ours over 2 hosts"
 ELASTIC = "elastic"  # ours, in a job that may lose workers: for benchmarks/elastic.py
 NETWORKS = ("CNN", "MLP", "LSTM", "ResNet-18")
@@ -110,7 +111,7 @@ def train_when_told(options: argparse.Namespace, index: int) -> None:
     """Train as many steps as the other side says, again and again."""
     import mxnet as mx
 
-    trainer, step = prepare(options.network, options.optimizer, options.batch_size, make_store(options.mode))
+    trainer, step = prepare(options.network, options.optimizer, options.batch_size, options.mode)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(socket_in(options.folder))
     channel = Channel(connection)
@@ -145,10 +146,10 @@ def make_store(mode: str) -> Any:
     import mxnet as mx
 
     ours = ("ours", OVER_HOSTS, ELASTIC)
-    return None if mode == "no store" else mx.kv.create("horovod" if mode in ours else mode)
+    return None if mode in ("no store", NO_UPDATE) else mx.kv.create("horovod" if mode in ours else mode)
 
 
-def prepare(network: str, optimizer: str, batch_size: int, store: Any) -> tuple[Any, Any]:
+def prepare(network: str, optimizer: str, batch_size: int, mode: str) -> tuple[Any, Any]:
     """Return a trainer and a function that trains one step and returns the loss."""
     import mxnet as mx
     import numpy as np
@@ -189,7 +190,14 @@ def prepare(network: str, optimizer: str, batch_size: int, store: Any) -> tuple[
     net.initialize(mx.init.Uniform(0.07))
     net.hybridize(static_alloc=True, static_shape=True)
     name = "sgd" if optimizer == "momentum" else optimizer
-    trainer = gluon.Trainer(net.collect_params(), name, dict(OPTIMIZERS[optimizer]), kvstore=store)
+    params, arguments = net.collect_params(), dict(OPTIMIZERS[optimizer])
+    if mode == "sharded":
+        import kvstore_hvd.mxnet as hvd
+
+        hvd.init()
+        trainer: Any = hvd.ShardedTrainer(params, name, arguments)
+    else:
+        trainer = gluon.Trainer(params, name, arguments, kvstore=make_store(mode))
     loss_of = gluon.loss.SoftmaxCrossEntropyLoss()
     generator = np.random.default_rng(0)
     images = array(generator.random(inputs, np.float32), dtype="float32")
@@ -199,7 +207,8 @@ def prepare(network: str, optimizer: str, batch_size: int, store: Any) -> tuple[
         with autograd.record():
             loss = loss_of(net(images), labels).mean()
         loss.backward()
-        trainer.step(1)
+        if mode != NO_UPDATE:
+            trainer.step(1)
         return loss
 
     return trainer, step
@@ -230,14 +239,14 @@ class Group:
     @property
     def is_measured_by_our_store(self) -> bool:
         """Whether `exposed` says anything."""
-        return self.mode in ("ours", OVER_HOSTS) and self.workers > 1
+        return self.mode in ("ours", "sharded", OVER_HOSTS) and self.workers > 1
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start the processes; they connect by themselves."""
         command = [*command, "--group", self.name, "--mode", self.mode]
-        if self.mode in ("no store", "dist_sync"):
+        if self.mode in ("no store", "dist_sync", NO_UPDATE):
             environment = {**environment, "KVHVD_FUSED_UPDATE": "0"}
-        if self.mode == "ours":
+        if self.mode in ("ours", "sharded"):
             self._start([*kvhvdrun(this_python()), "-np", str(self.workers), *command], environment)
             return
         if self.mode == OVER_HOSTS:
@@ -421,7 +430,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--batch-size", type=int, default=32, help="of each worker [32]")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["no store", "ours", "dist_sync"])
     parser.add_argument("--hosts", action="store_true", help=f"also {OVER_HOSTS}: namespaces, by mpirun; needs root")
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS[:3]))
     parser.add_argument("--optimizers", nargs="+", choices=list(OPTIMIZERS), default=["sgd"])

@@ -35,12 +35,9 @@ class TrainerHandler(ArraysHandler):
             fact = "its parameters are updated by its store, which keeps the states of the optimizer."
             fix = "create it with kvstore='horovod', or with update_on_kvstore=False."
             raise InvalidRequestError(message(fact, operation="state", name="Trainer", fix=fix))
-        if isinstance(trainer, hvd.ShardedTrainer):
-            fact, fix = "its workers keep the states of their shares only.", "use a DistributedTrainer in elastic jobs."
-            raise InvalidRequestError(message(fact, operation="state", name="ShardedTrainer", fix=fix))
         found: Arrays = []
         states = [
-            {index: _without_arrays(state, index, found) for index, state in updater.states.items()}
+            {index: _without_arrays(state, index, found) for index, state in _states_of(trainer, updater).items()}
             for updater in trainer._updaters
         ]
         optimizer = _innermost(trainer)
@@ -50,7 +47,7 @@ class TrainerHandler(ArraysHandler):
             "optimizer": named_copies(settings, type(optimizer).__name__),
             "scaler": None if scaler is None else deep_copy(vars(scaler)),
             "trainer": {name: vars(trainer)[name] for name in _ATTRIBUTES if name in vars(trainer)},
-            "distributed": isinstance(trainer, hvd.DistributedTrainer),
+            "kind": _kind_of(trainer),
             "states": states,
             "class": type(optimizer).__name__,
             "parameters": len(trainer._params),
@@ -60,8 +57,7 @@ class TrainerHandler(ArraysHandler):
 
     def misfit(self, content: Any) -> str:
         trainer, details = self.value, content[0]
-        kinds = ("Trainer of Gluon", "DistributedTrainer")
-        here, there = kinds[isinstance(trainer, hvd.DistributedTrainer)], kinds[details["distributed"]]
+        here, there = _kind_of(trainer), details["kind"]
         if here != there:
             return f"the Trainer is a {here} here, but a {there} there."
         here, there = type(_innermost(trainer)).__name__, details["class"]
@@ -83,6 +79,11 @@ class TrainerHandler(ArraysHandler):
             # values; the others follow in the next step of all workers.
             deferred = set(self._spare.details["deferred"])
             self.value._params_to_init = [each for at, each in enumerate(self.value._params) if at in deferred]
+
+    def reset(self) -> None:
+        # What is live was saved or restored before, and belongs to the workers of the world before.
+        if isinstance(self.value, hvd.ShardedTrainer) and self.value._updaters[0].is_cut:
+            self.restore()
 
     def own(self) -> dict[str, Any]:
         """The residuals of 2bit gradient compression."""
@@ -120,8 +121,21 @@ class TrainerHandler(ArraysHandler):
 
             states = {index: _with_arrays(tree, updater.states.get(index), take) for index, tree in saved.items()}
             _replace(updater.states, states)
+            if isinstance(trainer, hvd.ShardedTrainer):
+                updater.are_whole()
             _replace(updater.states_synced, dict.fromkeys(states, True))
         return targets
+
+
+def _states_of(trainer: Any, updater: Any) -> Mapping[Any, Any]:
+    """The states of all parameters; of a `ShardedTrainer` every worker has them sent by all others."""
+    states: Mapping[Any, Any] = updater.states
+    return updater.whole_states() if isinstance(trainer, hvd.ShardedTrainer) and updater.is_cut else states
+
+
+def _kind_of(trainer: Any) -> str:
+    kinds = {hvd.ShardedTrainer: "ShardedTrainer", hvd.DistributedTrainer: "DistributedTrainer"}
+    return next((name for kind, name in kinds.items() if isinstance(trainer, kind)), "Trainer of Gluon")
 
 
 def _innermost(trainer: Any) -> Any:

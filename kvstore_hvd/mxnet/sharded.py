@@ -109,12 +109,33 @@ class ShardedUpdater(mx.optimizer.Updater):
 
     def get_states(self, dump_optimizer: bool = False) -> Any:
         """As MXNet's, of all workers' shares; every worker calls it."""
-        with mxnet_compat.holding(self, states=self._whole_states()):
+        with mxnet_compat.holding(self, states=self.whole_states()):
             return super().get_states(dump_optimizer)
+
+    def whole_states(self) -> dict[Any, Any]:
+        """The states of whole parameters; every worker calls it."""
+        self._check_place()
+        if self._trainer._world.is_alone:
+            return dict(self.states)
+        shares = self._kvstore_hvd_shares
+        mine = {key: _each_array(self.states[key], mx.nd.NDArray.asnumpy) for key in shares if key in self.states}
+        everybody = allgather_object(mine, f"{self._store._namespace}.states", self._trainer._process_set)
+        shapes = {mxnet_compat.key_of(self._trainer, each): each.shape for each in self._trainer._params}
+        cut = {key: [each[key] for each in everybody if key in each] for key in shares}
+        return {**self.states, **{key: _joined(pieces, shapes[key]) for key, pieces in cut.items()}}
 
     def set_states(self, states: Any) -> None:
         """As MXNet's; the next update cuts them."""
         super().set_states(states)
+        self.are_whole()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are states of shares."""
+        return bool(self._kvstore_hvd_shares)
+
+    def are_whole(self) -> None:
+        """Note that the states are those of whole parameters: the next update cuts them."""
         self._kvstore_hvd_shares = {}
 
     def _check_place(self) -> None:
@@ -168,17 +189,6 @@ class ShardedUpdater(mx.optimizer.Updater):
     @property
     def _store(self) -> Any:
         return self._trainer._kvstore_params["kvstore"]
-
-    def _whole_states(self) -> dict[Any, Any]:
-        self._check_place()
-        if self._trainer._world.is_alone:
-            return dict(self.states)
-        shares = self._kvstore_hvd_shares
-        mine = {key: _each_array(self.states[key], mx.nd.NDArray.asnumpy) for key in shares if key in self.states}
-        everybody = allgather_object(mine, f"{self._store._namespace}.states", self._trainer._process_set)
-        shapes = {mxnet_compat.key_of(self._trainer, each): each.shape for each in self._trainer._params}
-        cut = {key: [each[key] for each in everybody if key in each] for key in shares}
-        return {**self.states, **{key: _joined(pieces, shapes[key]) for key, pieces in cut.items()}}
 
 
 def _counts(bounds: Sequence[int]) -> list[int]:

@@ -8,7 +8,6 @@ import pytest
 
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.elastic import GluonState
 from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import sharded
@@ -142,6 +141,3 @@ def test_refusals():
         embedding = network(mx.gluon.nn.Embedding(5, 3, sparse_grad=True))
         with pytest.raises(InvalidRequestError, match="row_sparse"):
             trainer_of("ShardedTrainer", embedding)
-    net = mlp()
-    with pytest.raises(InvalidRequestError, match="use a DistributedTrainer in elastic jobs"):
-        GluonState(net, trainer_of("ShardedTrainer", net))

@@ -20,7 +20,7 @@ from support.jobs import TESTS, Job, Lines, variables_of
 from support.launchers import kvhvdrun
 from support.patience import patient
 
-KINDS = ("Trainer", "DistributedTrainer", "DistributedOptimizer")
+KINDS = ("Trainer", "DistributedTrainer", "ShardedTrainer", "DistributedOptimizer")
 Line = dict[str, Any]
 TRAINEE = [sys.executable, str(TESTS / "support" / "elastic_trainee.py")]
 

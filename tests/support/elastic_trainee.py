@@ -9,8 +9,8 @@ for the count-th time (0: the first).
 With ``--replay`` one process does the steps in FOLDER/schedule.json, for each step the samples of each rank of each
 host, and has the same bits: it adds gradients in the order of ranks, first within hosts, as the engine promises to.
 
-There are three ways to train (``--kind``): a Trainer of Gluon on the store, a `DistributedTrainer`, and a Trainer of
-Gluon with a `DistributedOptimizer`. The last two divide by the number of workers themselves.
+There are four ways to train (``--kind``): a Trainer of Gluon on the store, a `DistributedTrainer`, a `ShardedTrainer`,
+and a Trainer of Gluon with a `DistributedOptimizer`. All but the first divide by the number of workers themselves.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Training:
         settings = {"learning_rate": 0.05, "momentum": 0.9, "lr_scheduler": schedule}
         self.kind = kind
         params = self.net.collect_params()
-        if kind.startswith("Distributed"):  # beside an optimizer that does so itself, a store exchanges no gradients
+        if kind not in ("", "Trainer"):  # beside an optimizer that does so itself, a store exchanges no gradients
             self.trainer = distributed(kind, params, "sgd", settings, kvstore="horovod")
         else:
             self.trainer = gluon.Trainer(params, "sgd", settings, kvstore="horovod" if kind else None)
@@ -98,6 +98,7 @@ class Training:
             first, then = {
                 "Trainer": (1, number * ranks),
                 "DistributedTrainer": (ranks, number),
+                "ShardedTrainer": (ranks, number),
                 "DistributedOptimizer": (number, ranks),
             }[kind]
             self.trainer._scale = 1.0 / first
