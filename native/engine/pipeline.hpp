@@ -48,7 +48,13 @@ class Pipeline {
   // Bytes of this rank's arrays that were reduced where they lie. From any thread.
   std::uint64_t bytes_in_place() const { return bytes_in_place_.load(std::memory_order_relaxed); }
 
+  // Whether what is waited for takes the link far longer than it takes to wake a sleeper. The link may need the core.
+  bool waits_long() const {
+    return fetched_ != collected_ && waits_for_link() && window_[collected_ % kWindow].staged_bytes >= kLong;
+  }
+
  private:
+  static constexpr std::uint32_t kLong = 256 << 10;  // bytes: a whole chunk takes 100 us and more
   bool drain_arrived(const WaitPolicy& policy);
   // The stages of an entry. Each waits before it touches anything; false: the others are not there yet, ask again.
   bool fill(std::uint64_t index);

@@ -159,7 +159,9 @@ bool Progress::progress_until(const Done& done, std::chrono::nanoseconds limit, 
       if (state_.world.failure.is_set()) {
         std::this_thread::sleep_for(kLook);  // for this rank's device, which alone may still be at work
       } else {
-        ended_by_limit = bell.wait_change(seen, policy, longest, state_.world.failure) && longest == kMaxSleep;
+        const bool sleeps_at_once = policy.sleeps && pipeline_.waits_long();
+        const WaitPolicy& chosen = sleeps_at_once ? WaitPolicy() : policy;
+        ended_by_limit = bell.wait_change(seen, chosen, longest, state_.world.failure) && longest == kMaxSleep;
       }
     }
     EngineState::acquire(lock);
