@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
@@ -107,16 +108,17 @@ def _read_call(
             scale = shared.pop("rescale_grad").handle.value
         if not name.startswith("multi_"):
             out, lrs, wds = [out], [_as_mxnet_reads(lr)], [_as_mxnet_reads(wd)]
-        numbers = _read_shared(states == 2, **shared)
+        numbers = _read_shared(states == 2, **shared) or (math.nan,)
         handles = [array.handle.value for array in arrays]
         zeros = [0.0] * len(lrs)
         steps = step_count if bias_correction and step_count else zeros
         how = [(*each, *numbers) for each in zip(lrs, wds, etas or zeros, steps)]
-    except (AttributeError, KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, TypeError):
         return None
     stride = 2 + states + is_mixed
-    is_in_place = len(out) == len(how) and all(one is other for one, other in zip(out, arrays[::stride]))
-    return (handles, how, is_mixed, scale) if is_in_place and len(handles) == stride * len(how) else None
+    is_in_place = 0 < len(out) == len(how) and all(one is other for one, other in zip(out, arrays[::stride]))
+    is_usual = is_in_place and len(handles) == stride * len(how) and not any(map(math.isnan, how[0]))
+    return (handles, how, is_mixed, scale) if is_usual else None
 
 
 def _has_lists(name: str) -> bool:
@@ -125,13 +127,13 @@ def _has_lists(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_shared(has_moments: bool, **given: Any) -> tuple[float, ...]:
-    """Numbers that count for all parameters of a call, in the order of `LocalOperations.update`."""
+def _read_shared(has_moments: bool, **given: Any) -> Optional[tuple[float, ...]]:
+    """Numbers that count for all parameters of a call, in the order of `LocalOperations.update`; None for others."""
     shared = {"rescale_grad": 1.0, "clip_gradient": -1.0, "momentum": 0.0}
     shared |= {"beta1": 0.0, "beta2": 0.0, "epsilon": 0.0, "lower_bound": -1.0, "upper_bound": -1.0}
     needed = {"beta1", "beta2", "epsilon"} if has_moments else set()
     if not needed <= given.keys() <= shared.keys():
-        raise KeyError
+        return None
     return tuple(_as_mxnet_reads(given.get(key, default)) for key, default in shared.items())
 
 
@@ -139,7 +141,7 @@ _NUMBER = re.compile(r"(-?)(\d{1,15})(?:\.(\d+))?(?:e([+-])(\d\d))?")
 
 
 def _as_mxnet_reads(number: Any) -> float:
-    """The float32 that MXNet takes a parameter for, often not the nearest; raises ValueError for unusual ones."""
+    """The float32 that MXNet takes a parameter for, often not the nearest; NaN for unusual ones."""
     return _read(str(number))
 
 
@@ -150,13 +152,13 @@ def _read(text: str) -> float:
 
     match = _NUMBER.fullmatch(text)
     if match is None:
-        raise ValueError(text)
+        return math.nan
     sign, whole, decimals, direction, exponent = match.groups(default="")
     decimals = decimals[:19]
     value = np.float32(int(whole)) + np.float32(float(int(decimals or 0)) / float(10 ** len(decimals)))
     scale, left = np.float32(1), int(exponent or 0)
     if left > 37:  # where MXNet cuts or refuses
-        raise ValueError(text)
+        return math.nan
     for step, power in ((8, np.float32(1e8)), (1, np.float32(10))):
         while left >= step:
             scale, left = scale * power, left - step
