@@ -131,7 +131,9 @@ def gradients(figure: Any, results: Mapping[str, Any]) -> str:
 
 def training(figure: Any, results: Mapping[str, Any]) -> str:
     """Images a second."""
-    all_axes = figure.subplots(1, len(results["networks"]), squeeze=False)[0]
+    rows = -(-len(results["networks"]) // 3)
+    figure.set_figheight(rows * figure.get_figheight())
+    all_axes = figure.subplots(rows, 3, squeeze=False).flat
     for axes, (network, found) in zip(all_axes, results["networks"].items()):
         modes = list(dict.fromkeys(name.split(",")[0] for name in found))
         counts = list(dict.fromkeys(name.split(", ")[1] for name in found))
@@ -140,7 +142,7 @@ def training(figure: Any, results: Mapping[str, Any]) -> str:
         }
         _bars(axes, counts, groups, "images/s, median")
         axes.set_title(network)
-    return "Training, higher is better; workers of 'no store' do not talk to one another: the ceiling of the machine."
+    return "Training, higher is better; workers of 'no store' do not talk to one another, and update as MXNet does."
 
 
 def waiting(figure: Any, results: Mapping[str, Any]) -> str:
