@@ -301,9 +301,8 @@ class LocalOperations:
 
     def __init__(self, library_path: str, naive: bool) -> None: ...
     def reduce(self, inputs: list[int], output: int, prescale: float = 1.0, postscale: float = 1.0) -> None:
-        """Sum arrays of equal dtype and size, given as their handles, times both factors.
+        """Sum arrays of equal dtype and size, given as their handles, times both factors, as several workers do.
 
-        With the kernels that several workers reduce with.
         `output` may be one of the inputs. All are dense, and in memory that the CPU reaches. Raises `InputFailedError`
         where MXNet refused it; with NaiveEngine, whatever failed.
         """
@@ -415,7 +414,8 @@ class MXNetAdapter:
         count: int,
         contributed: int,
         parts: Sequence[tuple[int, int, int, int]],
-        priority: int = 0,
+        group: int,
+        priority: int,
     ) -> None:
         """Give elements of `source` to the other workers, and write theirs to `target`; asynchronous, in turn.
 
@@ -429,6 +429,8 @@ class MXNetAdapter:
             The number of elements, from the first of `source` on, that this worker gives.
         parts : sequence of tuple of int
             Rank, first byte of what that rank gives, number of bytes, and where they go in `target`.
+        group : int
+            Compared across workers, see `Request` in native/request/request.hpp.
         """
 
     def new_array(self, shape: Sequence[int], dtype: str) -> int:

@@ -5,6 +5,7 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, Optional
 
@@ -24,6 +25,8 @@ _ELEMENTWISE = {"SGD", "NAG", "Adam", "AdamW", "Adamax", "RMSProp", "AdaGrad", "
 _ENTANGLED = {"Nadam"}
 # Elements below which a parameter is not cut, and of which each share is a multiple: a cache line of float32.
 _LEAST, _UNIT = 1024, 16
+# kShares of native/engine/mismatch.cpp: the workers compare their shares.
+_SHARES = 0x73686172 << 32
 
 
 class ShardedTrainer(DistributedTrainer):
@@ -142,7 +145,8 @@ class ShardedUpdater(mx.optimizer.Updater):
         topology, (rank, size) = self._trainer._world.topology, self._place
         if self._kvstore_hvd_shares and (topology.rank, topology.size) != (rank, size):
             fact = f"this worker keeps the optimizer's states of rank {rank} of {size}, and now it is another one."
-            _refuse(fact, "save_states() before the world changes, and load_states() after it, on every worker.")
+            fix = "save_states() before the world changes, and load_states() after it, on every worker."
+            _refuse(fact, fix, **topology.prefix)
 
     def _share_out(self, index: Sequence[Any], weight: Sequence[Any]) -> None:
         """Share out the parameters that are new, the largest first, and cut their states."""
@@ -182,6 +186,7 @@ class ShardedUpdater(mx.optimizer.Updater):
             max(counts),
             end - first,
             [(rank, 0, counts[rank] * unit, bounds[rank] * unit) for rank in others],
+            _SHARES | zlib.crc32(repr(bounds).encode()),
             -key,
         )
         return _Prepared(weight, gradient, own, exchange, whole)
@@ -216,5 +221,5 @@ def _joined(pieces: Sequence[Any], shape: tuple[int, ...]) -> Any:
     return mx.nd.array(np.concatenate(pieces).reshape(shape), dtype=pieces[0].dtype)
 
 
-def _refuse(fact: str, fix: str) -> NoReturn:
-    raise InvalidRequestError(message(fact, operation="ShardedTrainer", fix=fix))
+def _refuse(fact: str, fix: str, **prefix: Any) -> NoReturn:
+    raise InvalidRequestError(message(fact, operation="ShardedTrainer", fix=fix, **prefix))

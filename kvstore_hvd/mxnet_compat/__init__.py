@@ -1,8 +1,7 @@
 """All knowledge of MXNet's, NumPy's and Python's versions, and everything that is changed in MXNet.
 
-One file for each class of MXNet's: trainer.py, module.py, parameter.py, graph.py; optimizers
-are in exchangers.py and updates.py. A changed method has
-one wrapper. Importing this package imports neither MXNet nor NumPy.
+One file for each class of MXNet's: trainer.py, module.py, parameter.py, graph.py; optimizers are in exchangers.py and
+updates.py. A changed method has one wrapper. Importing this package imports neither MXNet nor NumPy.
 """
 
 from __future__ import annotations

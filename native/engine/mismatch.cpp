@@ -40,6 +40,16 @@ std::string states(std::uint64_t group) {
   return text;
 }
 
+// The upper half of a group that is a checksum of how ranks share a parameter: "shar".
+constexpr std::uint64_t kShares = 0x73686172;
+
+std::string shares(std::uint64_t group) {
+  if (group >> 32 != kShares) return "none";
+  char text[16];
+  std::snprintf(text, sizeof(text), "%08x", static_cast<unsigned>(group & 0xFFFFFFFF));
+  return text;
+}
+
 struct Aspect {
   const char* name;
   const char* fix;
@@ -56,6 +66,9 @@ const std::vector<Aspect>& aspects() {
       {"the states of the optimizer",
        "call hvd.broadcast_trainer_states(trainer) after load_states on one rank, or load_states on every rank.",
        [](World&, const Signature& s) { return states(s.group); }},
+      {"who updates which elements (a checksum)",
+       "give the ShardedTrainer the same optimizer and parameters on every rank, and load_states on every rank.",
+       [](World&, const Signature& s) { return shares(s.group); }},
       {"dtype", "use the same dtype on every rank.",
        [](World&, const Signature& s) { return std::string(name_of(s.dtype)); }},
       {"the kind of memory", "keep the array on the same kind of device on every rank.",

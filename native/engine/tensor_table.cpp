@@ -64,10 +64,12 @@ Signature signature_of(const Request& request) {
   }
   if (request.collective == Collective::kBroadcast) {
     signature.root = request.root;
-  } else if (request.collective != Collective::kExchange) {
+    return signature;
+  }
+  signature.group = request.group;
+  if (request.collective != Collective::kExchange) {
     signature.op = request.op;
     signature.as_half = request.as_half && can_be_half(request.dtype, request.op);
-    signature.group = request.group;
     signature.prescale = request.prescale;
     signature.postscale = request.postscale;
   }

@@ -8,9 +8,10 @@ import pytest
 
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError
+from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import sharded
+from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import array, batch_of, bits_of, is_mxnet_2, mlp, network, parameters, train, weights
 from support.networks import NETWORKS, built
@@ -104,6 +105,27 @@ def test_another_place_in_the_world_is_refused(small_cuts, size):
         updater([0], [parameters(net)[0].grad()], [parameters(net)[0].data()])
     with pytest.raises(InvalidRequestError, match="save_states"):
         updater.get_states()
+
+
+@pytest.mark.needs(2)
+def test_workers_that_share_out_differently_are_told(rank):
+    net = mlp(seed=5)
+    trainer = trainer_of("ShardedTrainer", net)
+    train(net, trainer, batch_of(1))
+    weights(net)
+    updater = trainer._updaters[0]
+    if rank == 0:
+        bounds = updater._kvstore_hvd_shares[0]
+        count = bounds[-1]
+        owner = 0 if bounds[1] == 0 else 1  # another one
+        updater._kvstore_hvd_shares[0] = [0] * (owner + 1) + [count] * (len(bounds) - 1 - owner)
+        updater._prepared.clear()
+    with pytest.raises(MismatchError, match=r"(?s)who updates which elements.*rank 0    [0-9a-f]{8}: rank"):
+        train(net, trainer, batch_of(2))
+        weights(net)
+    member = process.current().member
+    member.drain()
+    member.forget_unread(lambda error: isinstance(error, MismatchError))
 
 
 def test_an_exhausted_worker_updates_its_share(small_cuts, rank):
