@@ -1,8 +1,12 @@
 #include "link/chunks.hpp"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <numeric>
+#include <system_error>
 
 #include "request/request.hpp"
 
@@ -15,10 +19,22 @@ constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin 
 
 }  // namespace
 
-LinkChunks::LinkChunks(World& world, Transport& transport)
-    : world_(world), transport_(transport), places_(world.hosts + 1), received_(world.hosts) {
-  for (int r = 0; r < world.size; ++r) ++places_[world.member(r).host + 1];
+LinkChunks::LinkChunks(Segment& segment, Transport& transport)
+    : world_(segment.world()), transport_(transport), places_(world_.hosts + 1), received_(world_.hosts) {
+  for (int r = 0; r < world_.size; ++r) ++places_[world_.member(r).host + 1];
   std::partial_sum(places_.begin(), places_.end(), places_.begin());
+  const Layout& layout = world_.layout;
+  if (world_.ranks > 1 || layout.arena_bytes == 0 || !transport.copies()) return;
+  void* const mapped = mmap(nullptr, layout.arena_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
+                            segment.fd(), static_cast<off_t>(layout.arenas));
+  if (mapped == MAP_FAILED || madvise(mapped, layout.arena_bytes, MADV_DONTFORK) != 0) {
+    throw std::system_error(errno, std::generic_category(), "mapping the arena for the link");
+  }
+  arena_ = static_cast<char*>(mapped);
+}
+
+LinkChunks::~LinkChunks() {
+  if (arena_ != nullptr) munmap(arena_, world_.layout.arena_bytes);
 }
 
 void LinkChunks::publish(const Entry& entry) {
@@ -28,6 +44,8 @@ void LinkChunks::publish(const Entry& entry) {
   // As all pieces of an entry.
   chunk.is_narrow = is_sum(chunk) && world_.is_narrow_on_link(world_.slots[entry.pieces[0].slot].agreed);
   chunk.is_whole = entry.staged_bytes * static_cast<std::uint64_t>(world_.hosts - 1) <= kWhole;
+  chunk.array = array_of(chunk);
+  world_.on_link[chunk.index % kLinkSlots].in_array = chunk.array != nullptr;
   // The others cannot send before their ranks have reduced; a message that comes first would be copied.
   receive(chunk);
   chunks_.push_back(std::move(chunk));
@@ -51,7 +69,18 @@ bool LinkChunks::moves(const Chunk& chunk, int host) const {
   return chunk.entry.algorithm != Algorithm::kLinkBroadcast || host == world_.member(chunk.entry.root).host;
 }
 
+// Where the bytes of an entry lie in the array of the only rank, if they are summed there.
+char* LinkChunks::array_of(const Chunk& chunk) {
+  const Entry& entry = chunk.entry;
+  if (arena_ == nullptr || !is_sum(chunk) || chunk.is_whole || chunk.is_narrow || entry.n_pieces != 1) return nullptr;
+  const Piece& piece = entry.pieces[0];
+  const Slot& slot = world_.slots[piece.slot];
+  if (slot.direct == 0 || slot.agreed.prescale != 1.0 || slot.agreed.as_half != 0) return nullptr;
+  return arena_ + world_.mark(piece.slot, 0).place + piece.offset - piece.staged;
+}
+
 char* LinkChunks::sum_of(const Chunk& chunk) {
+  if (chunk.array != nullptr) return chunk.array;
   return memory(chunk) + (chunk.is_narrow ? std::uint64_t{chunk.entry.staged_bytes} / 2 * 3 : 0);
 }
 
@@ -179,7 +208,9 @@ bool LinkChunks::progress(bool tells) {
       ++summed_;
       moved = true;
     }
-    if (tells && told_ == chunk.index && summed_ > chunk.index && chunk.results.empty()) {
+    // An array is its rank's again once that is told.
+    const bool is_sent = chunk.array == nullptr || chunk.sends.empty();
+    if (tells && told_ == chunk.index && summed_ > chunk.index && chunk.results.empty() && is_sent) {
       ++told_;
       moved = true;
       if (chunk.entry.algorithm != Algorithm::kFail) ++arrived_;

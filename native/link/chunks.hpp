@@ -5,6 +5,10 @@
 // cross each link. A small sum is not sliced: every link gets all and sums for itself, which saves a hop. Broadcasts
 // and exchanges are sent as they are.
 //
+// The only rank of a host does not reduce: sums of its arrays in the arena are sent, made and received where they lie.
+// The link has a mapping of the arena of its own. So nothing reaches the rank's arrays once the rank has isolated them
+// (Arena::isolate()), as it does before operations of a lost world fail.
+//
 // Up to kLinkSlots chunks are under way: while one crosses the network, the ranks reduce the next, and copy the one
 // before. Receives are posted before an entry is published, so that no message comes before its receive.
 #pragma once
@@ -13,12 +17,15 @@
 
 #include "engine/schedule.hpp"
 #include "link/transport.hpp"
+#include "shm/segment.hpp"
 
 namespace kvstore_hvd {
 
 class LinkChunks {
  public:
-  LinkChunks(World& world, Transport& transport);
+  // Throws std::system_error.
+  LinkChunks(Segment& segment, Transport& transport);
+  ~LinkChunks();
   LinkChunks(const LinkChunks&) = delete;
   LinkChunks& operator=(const LinkChunks&) = delete;
 
@@ -58,6 +65,7 @@ class LinkChunks {
     Entry entry;
     bool is_whole;                                  // not sliced
     bool is_narrow;                                 // see link_sum.cpp
+    char* array;                                    // of the only rank, where sum and result lie; or null
     std::vector<Message> sends, partials, results;  // the latter two are received
   };
 
@@ -67,7 +75,10 @@ class LinkChunks {
   char* memory(const Chunk& chunk) { return world_.link_memory(chunk.index); }
   // The sum of this host's ranks, and the result.
   char* sum_of(const Chunk& chunk);
-  char* result_of(const Chunk& chunk) { return memory(chunk) + chunk.entry.staged_bytes; }
+  char* result_of(const Chunk& chunk) {
+    return chunk.array != nullptr ? chunk.array : memory(chunk) + chunk.entry.staged_bytes;
+  }
+  char* array_of(const Chunk& chunk);
   // The part of either that a host's link sums.
   Bytes slice_of(const Chunk& chunk, int host) const;
   // Where the bytes of a host lie in an exchange or broadcast.
@@ -90,6 +101,7 @@ class LinkChunks {
 
   World& world_;
   Transport& transport_;
+  char* arena_ = nullptr;  // of the only rank, mapped again; null: there are several, or messages are not copied
   std::uint64_t published_ = 0, sent_ = 0, summed_ = 0, told_ = 0;  // the next one's index
   std::uint64_t arrived_ = 0;
   std::uint64_t bytes_under_way_ = 0;

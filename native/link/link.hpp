@@ -153,7 +153,7 @@ class Link {
   Alarm alarm_{world_, world_.ranks, options_.timeout};
   TensorTable table_{world_, alarm_};
   Schedule schedule_{world_, alarm_};
-  LinkChunks chunks_{world_, *transport_};
+  LinkChunks chunks_{*segment_, *transport_};
   std::vector<std::vector<int>> ranks_ = std::vector<std::vector<int>>(world_.hosts);  // by host
   std::map<int, Peer> peers_;                                                          // by host
   std::unordered_map<TensorId, Tensor, TensorIdHash> tensors_;

@@ -161,6 +161,8 @@ class TcpTransport final : public Transport {
     }
   }
 
+  bool copies() const override { return true; }
+
   bool has_received(int host) override { return std::exchange(peer(host).has_received, false); }
 
  private:

@@ -45,6 +45,8 @@ class Transport {
   virtual void cancel(const Transfer& transfer) = 0;
   // Makes progress. MPI: a message whose send is over may need more calls of its sender.
   virtual void progress() = 0;
+  // Whether the system has copied what a receiver has: then a result may be received where its parts were sent from.
+  virtual bool copies() const { return false; }
   // True when bytes of that host have arrived since the last call, even if they complete no message.
   virtual bool has_received(int /*host*/) { return false; }
 };

@@ -17,7 +17,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303132;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303133;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs

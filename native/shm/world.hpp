@@ -287,6 +287,7 @@ struct World {
   // nanoseconds of the monotonic clock. Published with the link's `filled`.
   struct OnLink {
     std::int64_t sent, arrived;
+    std::uint32_t in_array;  // whether sum and result lie in the array of the only rank; published with the entry
   };
   OnLink on_link[kLinkSlots];
 

@@ -67,6 +67,9 @@ class MemoryNetwork {
       network_.move(host_);
     }
 
+    // Hosts with and without sums in arrays, in one world.
+    bool copies() const override { return host_ % 2 == 0; }
+
    private:
     MemoryNetwork& network_;
     const int host_;
@@ -76,6 +79,22 @@ class MemoryNetwork {
   void cut() {
     const std::lock_guard<std::mutex> lock(mutex_);
     is_cut_ = true;
+  }
+  // Until resume() nothing with this tag is delivered.
+  void hold(int tag) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    held_ = tag;
+  }
+  bool has_message(int host, int tag) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return std::any_of(queues_.begin(), queues_.end(), [&](const auto& one) {
+      return std::get<0>(one.first) == host && std::get<2>(one.first) == tag && !one.second.messages.empty();
+    });
+  }
+  void resume() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    is_cut_ = false;
+    held_ = -1;
   }
   // From now on half of each message with this tag is lost, on its way to a host of a lower number.
   void shorten(int tag) {
@@ -106,7 +125,7 @@ class MemoryNetwork {
   void move(int host) {
     if (is_cut_) return;
     for (auto& [key, queue] : queues_) {
-      if (std::get<0>(key) != host) continue;
+      if (std::get<0>(key) != host || std::get<2>(key) == held_) continue;
       while (!queue.messages.empty() && !queue.receives.empty() && queue.messages.front().delay-- <= 0) {
         const Message& message = queue.messages.front();
         const Receive& receive = queue.receives.front();
@@ -125,7 +144,7 @@ class MemoryNetwork {
   std::map<Transport::Transfer, std::size_t> over_;    // and not tested since: their bytes
   Transport::Transfer last_ = 0;
   bool is_cut_ = false;
-  int shortened_ = -1;
+  int shortened_ = -1, held_ = -1;
 };
 
 }  // namespace kvstore_hvd

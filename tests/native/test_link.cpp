@@ -1,10 +1,12 @@
 // Several hosts, each with a link: what ends. test_programs.cpp has values, order and disagreements.
+#include <algorithm>
 #include <atomic>
 #include <string>
 
 #include "check.hpp"
 #include "link/link.hpp"
 #include "ranks.hpp"
+#include "shm/arena.hpp"
 
 namespace kvstore_hvd {
 namespace {
@@ -52,6 +54,50 @@ const bool shortened = testing::add("a part of a sum that is shorter than it sho
     const auto shorten = [tag](MemoryNetwork& network) { network.shorten(tag); };
     sum_after({{0, 1, 2}, {3}}, 300000, std::chrono::seconds(60), shorten, is_told);
   }
+});
+
+// Host 0 sums in the array of its rank.
+const bool late = testing::add("a result that comes after its sum has failed changes no array", [] {
+  constexpr std::size_t kCount = 300000;
+  constexpr float kNew = -7;
+  std::atomic<int> failed{0};
+  std::atomic<bool> is_delivered{false};
+  const auto body = [&](Engine& engine, int rank) {
+    const auto arena = std::make_shared<Arena>(engine.segment(), engine.local_rank());
+    engine.protect(arena);
+    auto* const array = static_cast<float*>(arena->allocate(kCount * sizeof(float)));
+    std::fill_n(array, kCount, static_cast<float>(1 + rank));
+    check(engine.run(allreduce("x", array, kCount)).code() == ErrorCode::kTimeout, "no result has come");
+    std::fill_n(array, kCount, kNew);
+    ++failed;
+    while (!is_delivered) std::this_thread::yield();
+    check(std::count(array, array + kCount, kNew) == kCount, "changed");
+  };
+  const auto watch = [&](MemoryNetwork& network) {
+    network.hold(kResults);
+    while (!network.has_message(0, kResults) || !network.has_message(1, kResults)) std::this_thread::yield();
+    network.cut();  // the hosts do not hear of the failure, and go on
+    while (failed < 2) std::this_thread::yield();
+    network.resume();
+    while (network.has_message(1, kResults)) std::this_thread::yield();
+    is_delivered = true;
+  };
+  with_hosts({{0}, {1}}, body, std::chrono::seconds(2), std::size_t{16} << 20, {}, {}, watch);
+});
+
+const bool again = testing::add("an array may be changed as soon as its sum is there", [] {
+  constexpr std::size_t kCount = 100000;
+  const auto body = [&](Engine& engine, int rank) {
+    Arena arena(engine.segment(), engine.local_rank());
+    auto* const array = static_cast<float*>(arena.allocate(kCount * sizeof(float)));
+    for (int i = 0; i < 50; ++i) {
+      std::fill_n(array, kCount, static_cast<float>(i + rank));
+      check(engine.run(allreduce("x", array, kCount)).ok(), "the sum");
+      const auto sum = static_cast<float>(2 * i + 1);
+      check(std::count(array, array + kCount, sum) == kCount, "of values that have changed");
+    }
+  };
+  with_hosts({{0}, {1}}, body, std::chrono::seconds(60), std::size_t{1} << 20);
 });
 
 // The first host's sockets end at a thread that passes bytes on, from some time on slowly: what the kernel holds takes

@@ -15,6 +15,9 @@ char* sum_of(const Chunk& chunk) { return chunk.world().link_memory(chunk.index(
 
 bool is_direct(const Chunk& chunk, const Piece& piece) { return chunk.world().slots[piece.slot].direct != 0; }
 
+// The link needs nothing of this host's only rank, see LinkChunks.
+bool lies_in_array(const Chunk& chunk) { return chunk.world().on_link[chunk.index() % kLinkSlots].in_array != 0; }
+
 // Arrays in arenas and this rank's own slice are read where they lie. Which pieces are in arenas may differ from host
 // to host; the conductor, which puts them together, knows it of its own.
 void fill(Chunk& chunk) {
@@ -30,6 +33,7 @@ void fill(Chunk& chunk) {
 bool reduce_slice(Chunk& chunk) {
   if (!chunk.all_filled()) return false;
   World& world = chunk.world();
+  if (lies_in_array(chunk)) return true;
   char* const sum = sum_of(chunk);
   chunk.for_each_in(chunk.own_slice(), [&](const Piece& piece, std::uint64_t offset, std::uint64_t bytes) {
     const bool direct = is_direct(chunk, piece);
@@ -57,6 +61,7 @@ Chunk::Overlap taken_of(const Chunk& chunk, const Piece& piece) {
 
 bool collect(Chunk& chunk) {
   if (!chunk.has_arrived()) return false;
+  if (lies_in_array(chunk)) return true;
   const char* const result = sum_of(chunk) + chunk.entry().staged_bytes;
   for (std::uint32_t i = 0; i < chunk.entry().n_pieces; ++i) {
     const Piece& piece = chunk.entry().pieces[i];
