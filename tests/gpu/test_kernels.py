@@ -10,7 +10,6 @@ from kvstore_hvd.gpu import kernels
 from kvstore_hvd.gpu.executor import buffer_bytes, rounds
 from kvstore_hvd.gpu.kernels import Segment
 from kvstore_hvd.gpu.launcher import Kernels, Launcher
-from kvstore_hvd.gpu.runtime import cupy
 from kvstore_hvd.gpu.streams import Event, Stream
 from kvstore_hvd.native import ITEM_BYTES
 from support.gpu_ranks import PATIENCE_S, combined, samples
@@ -160,11 +159,3 @@ def test_pack_and_unpack(device, new, dtype):
                 np.testing.assert_allclose(found, expected, rtol=1e-2, atol=1e-5)
     launcher.close()
     stream.close()
-
-
-def test_kernels_do_not_spill(device):
-    modules = Kernels(device.capability, device.multiprocessors)
-    for dtype in native.DTYPES:
-        for name in kernels.kernel_names(dtype):
-            local_bytes = cupy().cuda.driver.funcGetAttribute(3, modules._load(name, dtype)[0].ptr)
-            assert local_bytes == 0, name

@@ -4,7 +4,6 @@ See test_elastic_training for faults of trainings, and unit/launch for the decis
 """
 
 import os
-import re
 import shutil
 import signal
 import sys
@@ -106,19 +105,6 @@ def test_killed_workers_and_daemons_are_replaced(start):
     assert job.err.count("host 127.0.0.2 is lost: its daemon") == 1
 
 
-def test_a_stopped_worker_is_killed_soon_after_the_others_have_timed_out(start):
-    job = start("--min-np 2 --max-np 3", KVHVD_TIMEOUT="1")
-    job.until_joined(0, 1, 2)
-    job.kill(1, number=signal.SIGSTOP)
-    job.until_joined(0, 2)
-    job.go("finish").end()
-    (killed,) = job.events("worker_killed")
-    void = job.events("generation_void")[0]
-    assert (killed["worker"], void["cause"]) == (1, "timeout")
-    assert job.events().index(void) < job.events().index(killed)
-    assert "worker 1 (localhost:1) is killed: it did not answer while the others waited for it." in job.err
-
-
 # -- Discovery ----------------------------------------------------------------------------------------------------
 
 
@@ -142,20 +128,6 @@ def test_hosts_come_and_go(start, tmp_path):
     assert text in job.of(3)
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "text"),
-    [
-        ("echo localhost:1", 1, r"there are 1 slots, 2 are needed, and no more came within 2 s\.\n$"),
-        ("echo no idea >&2; exit 127", 127, r"the host discovery .* exited with code 127; it says: no idea\.\n  Fix: "),
-        ("exec sleep 1000", 1, r"there are 0 slots.*\n +the host discovery script .* is still running .*\n +Fix: "),
-    ],
-)
-def test_a_script_that_is_of_no_use(run, script, code, text):
-    job = run(f"--min-np 2 --host-discovery-script '{script}' --elastic-timeout 2", ["true"], code=code)
-    assert re.match(f"kvhvdrun: {text}", job.err)
-    assert job.events("worker_started") == []
-
-
 def test_without_ssh_other_hosts_are_not_used(run, tmp_path):
     """And what a script leaves behind is not waited for."""
     for name in ("sh", "setsid", "sleep", "true"):
@@ -176,29 +148,3 @@ def test_a_script_that_hangs_does_not_hold_the_job_up(start):
     job.kill(1)
     job.until_joined(0, 2)
     job.end(-signal.SIGKILL, signal.SIGKILL)
-
-
-# -- Loss of a daemon, and of the launcher ------------------------------------------------------------------------
-
-
-def test_the_only_daemon_is_lost(start):
-    job = start("--min-np 2")
-    job.until_joined(0, 1)
-    (daemon,) = job.daemons()
-    os.kill(daemon, signal.SIGKILL)
-    err = job.end(137).err
-    assert f"was lost with its host localhost: its daemon (pid {daemon}) was killed by SIGKILL." in err
-    assert "no worker of generation 0 is left" in err
-
-
-@pytest.mark.parametrize("with_daemon", [False, True])
-def test_the_launcher_is_killed(start, with_daemon):
-    """Workers that are deaf to SIGTERM end, too; also when the daemons are killed with it."""
-    program = "signal.signal(signal.SIGTERM, signal.SIG_IGN); say('ready\\n'); forever()"
-    job = start("--min-np 2 -H localhost:1,127.0.0.2:1", program, KVHVD_KILL_GRACE="0.5").until_printed("ready", 2)
-    for daemon in job.daemons() if with_daemon else ():
-        os.kill(daemon, signal.SIGKILL)
-    err = job.end(-signal.SIGKILL, signal.SIGKILL).err
-    if not with_daemon:
-        assert "The workers on localhost are being ended." in err
-        assert "The workers on 127.0.0.2 are being ended." in err

@@ -210,6 +210,7 @@ def test_the_next_job_goes_on_from_the_checkpoint_of_the_last_commit(start, run,
     lost = start(options, COUNT.replace("FAULT", "say('last\\n'); forever()")).until_printed("last")
     assert lost.err.count("there is no checkpoint") == 1
     lost.end(-signal.SIGKILL, signal.SIGKILL)
+    assert "The workers on localhost are being ended." in lost.err
     for first in (10, 20):
         job = run(options, COUNT.replace("FAULT", "pass"))
         assert job.err.count("training goes on from the checkpoint") == 1

@@ -102,17 +102,6 @@ raise ValueError('the cause')
     assert err.count("PeerLostError: rank 1 ended early") == 1  # the worker's own words are whole
 
 
-def test_workers_that_ignore_sigterm_or_are_stopped_are_killed(run):
-    program = """
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-if rank == 0: wait_for('1'); wait_for('2'); sys.exit(3)
-open(str(rank), 'w')
-if rank == 2: os.kill(os.getpid(), signal.SIGSTOP)
-forever()
-"""
-    run("-np 3", program, code=3, KVHVD_SURVIVOR_TIME="0.1", KVHVD_KILL_GRACE="0.2")
-
-
 def test_what_is_deaf_to_sigterm_is_killed_when_all_workers_have_ended_well(run):
     program = """
 deaf = 'import signal, threading; signal.signal(15, signal.SIG_IGN); print(1, flush=True); threading.Event().wait()'

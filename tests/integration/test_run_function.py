@@ -167,6 +167,8 @@ def test_arrays_of_mxnet_travel_also_under_horovods_name(notebook):
 @pytest.mark.alike
 def test_output_goes_to_the_streams_of_a_notebook(notebook, tmp_path):
     """As lines with ranks, while the workers run, and to files; an error of the stream ends the job and is raised."""
+    (tmp_path / "logs" / "rank.0").mkdir(parents=True)
+    (tmp_path / "logs" / "rank.0" / "stdout").write_text("a long line of an earlier job\n")
     program = """
         class Cell:
             def __init__(self): self.text = ""

@@ -1,17 +1,17 @@
 """Scripts written for Horovod, started as they are: by kvhvdrun --as-horovod and by python -m kvstore_hvd."""
 
-import json
 import os
 import sys
 
 import pytest
 
 from support.launchers import mpirun
+from support.timeline import Trace
 
 
 @pytest.mark.alike
 def test_a_script_finds_horovod_in_every_worker(run, tmp_path):
-    """So do other processes of the script, however they are started."""
+    """So do other processes of the script, however they are started; without the option there is none."""
     (tmp_path / "other.py").write_text("import kvstore_hvd, horovod; print(horovod.__version__)")
     (tmp_path / "train.py").write_text("""
 import multiprocessing, os, subprocess, sys
@@ -28,38 +28,7 @@ if __name__ == '__main__':
     job = run("-np 2 --as-horovod", ["env", "A=1", sys.executable, "train.py", "--lr", "1"])
     own = f"0.28.1 __main__ ['--lr', '1'] {tmp_path}\n['0.28.1', '0.28.1']\n0.28.1\n"
     assert (job.of(0), job.of(1)) == (own, own)
-
-
-@pytest.mark.alike
-def test_a_script_that_cannot_be_started(run):
-    """By name of Horovod only with the option, and for MXNet only; what every rank says names the reason."""
-    err = run("-np 2", "import horovod", code=1).err
-    assert "ModuleNotFoundError: No module named 'horovod'" in err
-    err = run("-np 2 --as-horovod", "import horovod.torch", code=1).err
-    assert "ModuleNotFoundError: No module named 'horovod.torch': kvstore_hvd answers for Horovod here" in err
-    assert "Fix: import horovod.mxnet; for other frameworks install Horovod." in err
-    err = run("-np 3 --as-horovod", [sys.executable, "absent.py"], code=2).err
-    for rank in range(3):
-        assert f"[{rank}] {sys.executable}: can't open file" in err
-
-
-# -- Output kept in files -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.alike
-def test_output_is_kept_in_files_too(run, tmp_path):
-    """What an earlier job has written goes; options may stand in a file."""
-    old = tmp_path / "logs" / "today" / "rank.2"
-    old.mkdir(parents=True)
-    (old / "stdout").write_text("a long line of an earlier job\n")
-    (tmp_path / "job.yaml").write_text("num-proc: 3\nas-horovod: true\nhosts: localhost:4\n")
-    program = "say(f'out {rank}\\n'); say(f'err {rank}\\n', sys.stderr); sys.stdout.write('no end')"
-    job = run("--config-file job.yaml --output-filename logs/today", program)
-    assert sorted(job.err.splitlines()) == sorted(f"[{rank}] err {rank}" for rank in range(3))
-    folders = sorted(path.name for path in old.parent.iterdir())
-    assert folders == [f"rank.{rank}" for rank in range(3)]
-    assert (old / "stdout").read_text() == "out 2\nno end"
-    assert (old / "stderr").read_text() == "err 2\n"
+    assert "ModuleNotFoundError: No module named 'horovod'" in run("-np 2", "import horovod", code=1).err
 
 
 # -- Settings -----------------------------------------------------------------------------------------------------
@@ -114,7 +83,8 @@ def test_settings_before_init(run, how):
     for told in job.reports():
         assert told["worlds"] == [["dynamic", True], ["fixed", False], ["fixed", False]]
         assert "HOROVOD_STALL_CHECK_TIME_SECONDS: 'soon' is not" in told["refused"]
-    assert json.loads((job.folder / "timeline.json").read_text()), "the timeline of the first world"
+    trace = Trace(job.folder / "timeline.json")  # of the first world, and of no other
+    assert [len(trace.row(rank, "x")) for rank in range(2)] == [2, 2]
 
 
 @pytest.mark.alike

@@ -1,4 +1,4 @@
-// The engine end to end, with ranks as threads: names, waits, callbacks and arrays of uneven lengths. test_programs.cpp
+// The engine end to end, with ranks as threads: names, waits and arrays of uneven lengths. test_programs.cpp
 // has results.
 #include <sys/mman.h>
 
@@ -66,26 +66,6 @@ const bool awake = testing::add("no sleep ends by its limit while there is somet
     });
     check_equal(missed_wakes.load(), before, "wake-ups that were missed");
   }
-});
-
-const bool callbacks = testing::add("on_done is called exactly once, also for what fails", [] {
-  with_world(2, [&](Engine& engine, int rank) {
-    std::atomic<int> calls{0};
-    std::vector<std::vector<float>> data(20, std::vector<float>(10));
-    std::vector<std::shared_ptr<Work>> works;
-    for (int i = 0; i < 20; ++i) {
-      // Rank 1 leaves half of them out.
-      if (rank == 1 && i >= 10) break;
-      Request request = allreduce("c" + std::to_string(i), data[i]);
-      request.on_done = [&](const Status&) { ++calls; };
-      works.push_back(engine.submit(std::move(request)));
-    }
-    for (int i = 0; i < 10; ++i) check(engine.wait(*works[i]).ok(), "those of both ranks succeed");
-    static_cast<void>(barrier(engine));
-    engine.abort("enough");
-    for (const auto& work : works) engine.wait(*work);
-    check(calls == static_cast<int>(works.size()), "calls: " + std::to_string(calls));
-  });
 });
 
 const bool late_waiter =
@@ -229,27 +209,6 @@ const bool short_arrays = testing::add("nothing is read behind an array that is 
     return testing::failures == 0;
   });
   check(is_right, "the child reads on");
-});
-
-const bool checked = testing::add("what a rank can see to be wrong of an exchange fails on every rank", [] {
-  with_world(2, [](Engine& engine, int rank) {
-    std::vector<float> input(4), output(8);
-    const auto fails = [&](const std::string& name, std::vector<Part> parts, Collective collective) {
-      Request request = exchange(name, input, output, 4);
-      request.collective = collective;
-      request.parts = std::move(parts);
-      if (rank == 1) request.parts = {Part{1, 0, 4, 0}};
-      const Status status = engine.run(std::move(request));
-      check(status.code() == ErrorCode::kInputFailed, name + ": " + status.text());
-    };
-    fails("rank", {Part{2, 0, 4, 0}}, Collective::kExchange);
-    fails("range", {Part{0, 8, 12, 0}}, Collective::kExchange);
-    fails("element", {Part{0, 2, 4, 0}}, Collective::kExchange);
-    fails("parts", {}, Collective::kReduceScatter);
-    Request request = exchange("disagree", input, output, rank == 0 ? 4 : 5);
-    check(engine.run(std::move(request)).code() == ErrorCode::kMismatch, "the largest contribution");
-    check(barrier(engine).ok(), "the world goes on");
-  });
 });
 
 }  // namespace

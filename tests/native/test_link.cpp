@@ -148,19 +148,6 @@ const bool idle = testing::add("hosts that compute for longer than one may be si
   with_hosts({{0}, {1}}, body, std::chrono::seconds(60), 0, {}, {}, nullptr, {}, std::chrono::seconds(2));
 });
 
-const bool tables = testing::add("a table of hosts that fits no world is refused", [] {
-  for (const Hosts& hosts : {Hosts{0, {{0}, {0}}}, Hosts{0, {{0}, {2}}}, Hosts{0, {{0, 1}, {}}},
-                             Hosts{2, {{0, 1}, {2}}}, Hosts{1, {{0, 1}, {2}}}}) {
-    bool is_refused = false;
-    try {
-      Segment::create(2, 0, {}, {}, std::nullopt, hosts);
-    } catch (const std::invalid_argument&) {
-      is_refused = true;
-    }
-    check(is_refused, "taken");
-  }
-});
-
 const bool names = testing::add("ranks of other hosts are named by their own numbers, hosts and processes", [] {
   std::vector<std::pair<std::string, int>> processes;
   std::vector<int> of_all, there;

@@ -63,31 +63,6 @@ void check_survivor(pid_t pid) {
   check(WIFEXITED(status) && WEXITSTATUS(status) == 0, "survivor: " + std::to_string(status));
 }
 
-const bool killed = testing::add("a killed rank is named, with the signal, while an operation waits for it", [] {
-  if (thread_sanitizer()) return;  // it does not support threads after fork
-  const auto segment = Segment::create(3);
-  const auto survivor = [](Engine& engine) {
-    // The victim may die while this rank is still inside.
-    static_cast<void>(barrier(engine));
-    std::vector<float> data(10);
-    const Status status = engine.run(allreduce("x", data));
-    if (status.code() != ErrorCode::kPeerLost) return 2;
-    if (status.text().find("allreduce 'x': rank 1 (testhost, pid ") == std::string::npos) return 3;
-    if (status.text().find("died (SIGKILL)") == std::string::npos) return 4;
-    return engine.run(allreduce("y", data)).code() == ErrorCode::kPeerLost ? 0 : 5;
-  };
-  const pid_t first = spawn(*segment, 0, survivor);
-  const pid_t victim = spawn(*segment, 1, [](Engine& engine) {
-    if (!barrier(engine).ok()) return 1;
-    kill(getpid(), SIGKILL);
-    return 2;
-  });
-  const pid_t last = spawn(*segment, 2, survivor);
-  for (const pid_t pid : {first, last}) check_survivor(pid);
-  // Last: it may have died before the others watched it, and then only what waits to be reaped tells how.
-  check(WIFSIGNALED(wait_for(victim)), "killed");
-});
-
 const bool end_later = testing::add("a kernel that can tell is asked until the process is reaped", [] {
   int asked = 0;
   // How it ended, where the kernel gives this answer from some question on, and its zombie, if there is one, tells.

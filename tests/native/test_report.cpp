@@ -182,27 +182,6 @@ const bool counted = testing::add("the engine counts and records every operation
   });
 });
 
-const bool renewed = testing::add("what is submitted again is counted anew", [] {
-  std::atomic<bool> is_submitted{false};
-  with_world(2, [&](Engine& engine, int rank) {
-    std::vector<float> data(10), unlike(4);
-    if (rank == 1) {
-      check(engine.run(allreduce("x", unlike)).code() == ErrorCode::kMismatch, "shapes differ");
-      while (!is_submitted) std::this_thread::yield();
-      check(engine.run(allreduce("x", data)).ok(), "again");
-      return;
-    }
-    const auto work = engine.submit_to_wait(std::make_shared<Request>(allreduce("x", data)));
-    check(engine.wait(*work).code() == ErrorCode::kMismatch, "shapes differ");
-    engine.submit_to_wait(work);
-    is_submitted = true;
-    check(engine.wait(*work).ok(), "again");
-    const Statistics x = engine.report().names.at(0).second;
-    check(x.operations == 2 && x.bytes == 40, "one of two");
-    check_equal(engine.report().rounds.count, 2u, "rounds, the last one too");
-  });
-});
-
 }  // namespace
 }  // namespace kvstore_hvd
 

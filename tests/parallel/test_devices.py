@@ -66,19 +66,6 @@ def test_one_kind_of_memory(executors, rank, size):
     assert executors == []
 
 
-def test_a_device_that_fails_loses_the_world(executors, rank, size):
-    """An executor that raises on one worker: TransportError on all, which names the rank and has the reason."""
-    engine = process.current().member.engine()
-    engine.run(request(np.ones(5, np.float32), "before"))
-    kvstore_hvd.barrier()
-    if rank == 1:
-        executors[0].fails = "the device broke."
-    with pytest.raises(TransportError, match=r"rank 1[\s\S]*the device broke\.\n"):
-        engine.run(request(np.ones(5, np.float32), "broken"))
-    with pytest.raises(HorovodInternalError):
-        kvstore_hvd.barrier()
-
-
 def test_gathers_of_mxnets_arrays(executors, rank, size, monkeypatch):
     """Allgather, alltoall and reducescatter of arrays on a GPU, for which the CPU stands in here, go to the device."""
     monkeypatch.setattr(gathers, "gpu_of", lambda world, context: mx.cpu(0))
@@ -112,7 +99,7 @@ def test_a_lost_world_ends_what_is_under_way(executors, rank, size):
     kvstore_hvd.barrier()
     executors[0].hangs = True
     work = engine.submit(request(np.ones(5, np.float32), "hangs"))
-    until(lambda: len(executors[0].batches) == 2)
+    until(lambda: len(executors[0].kinds) == 2)
     kvstore_hvd.barrier()
     if rank == 0:
         process.current().abort("the test ends it")

@@ -5,7 +5,6 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.elastic import ElasticSampler, GluonState, HostsUpdatedInterrupt, HostUpdateResult, ObjectState
 from kvstore_hvd.errors import MismatchError
-from support.arrays import DTYPES, assert_same_bits, contribution
 from support.gluon import array, assert_alike, backward, batch_of, bits_of, network, samples, states_of, weights
 
 mx = pytest.importorskip("mxnet")
@@ -219,16 +218,3 @@ def test_what_does_not_fit_fails_on_all(rank, size):
         assert (list(parts.get("sampler", [])), state.step) == (order, rank)
         assert [each.tobytes() for each in weights(shaped)] == before
         hvd.allreduce(mx.nd.ones((1,)), name="still-usable").wait_to_read()
-
-
-def test_all_kinds_of_arrays(rank, size):
-    """GluonState.sync: all dtypes of parameters, scalars and large arrays, bit by bit."""
-    parameters = {}
-    for dtype, shape in zip(DTYPES, [(3,), (1_200_001,), (5, 7), (1,), (17, 3), (64, 64), (2, 1, 2)]):
-        parameters[dtype] = mx.gluon.Parameter(dtype, shape=shape, dtype=dtype, grad_req="null", init="zeros")
-        parameters[dtype].initialize()
-        parameters[dtype].set_data(array(contribution(rank, shape, dtype)))
-    state = GluonState(parameters)
-    state.sync()
-    for dtype, each in parameters.items():
-        assert_same_bits(each.data().asnumpy(), contribution(0, each.shape, dtype))

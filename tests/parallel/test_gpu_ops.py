@@ -88,7 +88,6 @@ WRONG = {
     "out on another GPU": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x77000, False))), InvalidRequestError),
     "no memory": (lambda: (OnGPU(ONES, data=(0, False)), None), InvalidRequestError),
     "memory of the host": (lambda: (OnGPU(ONES, data=(0x66000, False)), None), InvalidRequestError),
-    "a capsule of the CPU": (lambda: (DLPack(2, 32, (1,), kind=1), None), InvalidRequestError),
 }
 
 

@@ -1,6 +1,5 @@
 """Horovod's basics: joining and leaving, ranks and sizes, what this build can do."""
 
-import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -10,11 +9,9 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import gpu
-from kvstore_hvd.config import config
 from kvstore_hvd.gpu import runtime
 from kvstore_hvd.mxnet import basics
 from support.arrays import by_host
-from support.launchers import launched
 from support.patience import in_child
 
 mx = pytest.importorskip("mxnet")
@@ -120,17 +117,3 @@ def test_in_a_forked_child(rank, size):
                     call()
 
     in_child(ask)
-
-
-def test_horovods_variables_of_workers(world):
-    """Of kvhvdrun as Horovod's launcher sets them where it needs no MPI; under mpirun none, as with Horovod's."""
-    places = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
-    expected = {f"HOROVOD_{name.upper()}": str(getattr(hvd, name)()) for name in places}
-    expected |= {"HOROVOD_HOSTNAME": "localhost", "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
-    found = {name: os.environ[name] for name in expected if name in os.environ}
-    if launched().launcher.startswith("mpirun"):
-        assert found == {}
-    elif launched().launcher == "kvhvdrun" and not config().test_hosts:  # it does not know of virtual hosts
-        assert found == expected
-        assert os.environ["KVHVD_SLOT"] == f"localhost:{hvd.local_rank()}"
-        assert not set(found) & set(config().unused)

@@ -5,7 +5,6 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.mxnet import process_sets
-from support.zero_copy import settings
 
 mx = pytest.importorskip("mxnet")
 
@@ -109,16 +108,10 @@ def test_what_is_no_list_of_sets():
             hvd.init(process_sets=wrong)
 
 
-@pytest.mark.parametrize("how", ["argument", "HOROVOD_DYNAMIC_PROCESS_SETS", "KVHVD_DYNAMIC_PROCESS_SETS"])
-def test_dynamic_process_sets(fresh, rank, size, how):
-    """Sets may be added once `init` or the environment says so, until `shutdown`."""
-    with settings(**({} if how == "argument" else {how: "1"})):
-        hvd.init(process_sets="dynamic" if how == "argument" else None)
-        if size > 1:
-            last = hvd.add_process_set([size - 1])
-            assert last.included() is (rank == size - 1)
-            assert hvd.remove_process_set(last) is True
-        hvd.shutdown()
+def test_dynamic_process_sets(fresh):
+    """Sets may be added once `init` says so (or the environment: `test_settings_before_init`), until `shutdown`."""
+    hvd.init(process_sets="dynamic")
+    hvd.shutdown()
     hvd.init()
     for call in (lambda: hvd.add_process_set([0]), lambda: hvd.remove_process_set(hvd.global_process_set)):
         with pytest.raises(ValueError, match=r"cannot be added or removed(.|\n)*HOROVOD_DYNAMIC_PROCESS_SETS=1"):

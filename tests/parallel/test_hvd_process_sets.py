@@ -9,12 +9,10 @@ import pytest
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import DivergedError
-from kvstore_hvd.join import Join
 from kvstore_hvd.mxnet import process_sets
 from kvstore_hvd.store import divergence
 from kvstore_hvd.world import process
 from kvstore_hvd.world.member import SetMember
-from support.joinables import Counter
 from support.patience import until
 
 mx = pytest.importorskip("mxnet")
@@ -208,14 +206,8 @@ def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
 
 
 @pytest.mark.needs(3)
-def test_join_and_verify_within_a_set(dynamic, rank, size):
+def test_verify_within_a_set(dynamic, rank, size):
     few = hvd.add_process_set([0, 1])
-    if few.included():
-        counter = Counter(group=few)
-        with Join([counter]):
-            for _ in range(2 + 3 * rank):
-                counter.count(1)
-        assert counter.sums == [2, 2, 1, 1, 1]
     parameters = [("weight", mx.nd.full((3,), min(rank, 1) if few.included() else 7))]
     if few.included():
         with pytest.raises(DivergedError, match="rank 1"):

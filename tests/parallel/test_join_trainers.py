@@ -13,7 +13,7 @@ from kvstore_hvd.errors import DivergedError, HorovodInternalError, InvalidReque
 from kvstore_hvd.join import Join
 from kvstore_hvd.world import process
 from support import gluon
-from support.gluon import array, assert_alike, backward, batch_of, mlp, network, parameters, states_of, weights
+from support.gluon import array, assert_alike, batch_of, mlp, network, parameters, states_of, weights
 from support.joinables import Counter, Nothing
 from support.patience import patient
 from support.zero_copy import meet_again, settings
@@ -52,21 +52,6 @@ def test_the_store_sums_after_a_join_as_before(rank, size, fails):
     x = mx.nd.ones((2,))
     store.pushpull("x", x)
     assert x.asnumpy().tolist() == [size, size]
-
-
-def test_several_devices_and_a_schedule(rank, size):
-    contexts = [mx.cpu(0), mx.cpu(1)]
-    net = mlp(contexts=contexts)
-    schedule = mx.lr_scheduler.FactorScheduler(step=2, factor=0.5, base_lr=0.1)
-    trainer = trainer_of(net, "sgd", learning_rate=0.1, momentum=0.9, lr_scheduler=schedule)
-    with Join([trainer], divide_by_initial_world_size=False):
-        for step in range(2 + 2 * rank):
-            backward(net, [batch_of(step, rank, ctx=ctx) for ctx in contexts])
-            trainer.step(2 * BATCH)
-    assert trainer._optimizer.num_update == 2 * size
-    assert_same_everywhere(trainer)
-    for first, second in zip(weights(net, 0), weights(net, 1)):
-        np.testing.assert_array_equal(first, second)
 
 
 @pytest.mark.parametrize(("follows", "empty"), [("Trainer", "first"), ("broadcast_parameters", "last")])
@@ -132,16 +117,6 @@ def test_a_difference_is_found_in_the_end(rank, size):
             if step == 3:
                 trainer.set_learning_rate(0.5)
             train(net, trainer)
-
-
-def test_no_worker_has_input(rank, size):
-    net = network(mx.gluon.nn.Dense(3))
-    trainer = trainer_of(net)
-    with Join([trainer]):
-        pass
-    with pytest.raises(mx.gluon.parameter.DeferredInitializationError):
-        parameters(net)[0].data()
-    assert trainer._optimizer.num_update == 0
 
 
 def test_gradients_that_add_up(rank, size):

@@ -46,18 +46,10 @@ def test_gradients_of_a_training(rank, size):
             assert 0 <= exposed <= (queued + reducing) * (1 + 1e-9)
             # Whoever comes last with a small one has not waited, and the others do not see the reduction.
             assert (kvstore_hvd.allreduce(np.array([queued + reducing]), f"{name}/{which}")[0] > 0) == (size > 1)
-    for what in TIMES:
-        calls = {name: sum(entry["operations"].values()) for name, entry in report["keys"].items()}
-        total = sum(report["keys"][name]["ms"][what]["mean"] * count for name, count in calls.items())
-        assert report["ms"][what] == pytest.approx(total)
     # The arena has the gradients; with one worker there is none.
     needed = sum(4 * int(np.prod(param.shape)) for param in parameters(net))
     arena = report["arena"]
     assert needed <= arena["used"] <= arena["capacity"] if size > 1 else arena == {"used": 0, "capacity": 0}
-    # One line of totals, one head, one line for each key.
-    lines = str(report).splitlines()
-    assert lines[0].startswith(f"{size} workers; ")
-    assert sorted(line.split(" ")[0] for line in lines[2:]) == sorted(names_of(net))
 
 
 @pytest.mark.parametrize(("devices", "why"), [((0, 1), "2 devices"), ((1,), "cpu(1)")])

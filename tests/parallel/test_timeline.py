@@ -14,7 +14,6 @@ from kvstore_hvd.errors import InvalidRequestError
 from kvstore_hvd.world import process
 from kvstore_hvd.world.topology import clock_ahead
 from support.gluon import batch_of, mlp, parameters, train
-from support.patience import in_child
 from support.timeline import Trace, parts_of
 from support.zero_copy import meet_again
 
@@ -79,17 +78,6 @@ def test_every_operation_of_every_rank(target, rank, size):
     for span in (span for (r, _), spans in trace.rows().items() if r == rank for span in spans):
         ts_ns = trace.about["ts_0_monotonic_ns"] + span["ts"] * 1e3
         assert begin <= ts_ns + error_ns and ts_ns + span["dur"] * 1e3 <= end + error_ns
-
-
-def test_a_path_that_cannot_be_written_raises_everywhere(target, rank, size):
-    """The error says so on every rank, nothing is left, and the world goes on; stop without start does nothing."""
-    for bad in (target.parent / "missing" / "timeline.json", ""):
-        with pytest.raises(InvalidRequestError, match=rf"(?s)\[rank {rank}/{size}\] start_timeline: .*Fix: "):
-            kvstore_hvd.start_timeline(bad)
-    kvstore_hvd.barrier()
-    assert os.listdir(target.parent) == []
-    kvstore_hvd.stop_timeline()
-    total(size, "on")
 
 
 def test_a_path_that_one_rank_cannot_write_raises_everywhere(target, rank, size):
@@ -186,30 +174,6 @@ def test_process_sets_are_recorded(target, rank, size, dynamic):
         for spans in rows.values():
             assert spans[1]["args"]["bytes"] == 28
             assert spans[1]["name"] == "ALLREDUCE"
-
-
-def test_leaving_the_world_ends_it(target, rank, size):
-    kvstore_hvd.start_timeline(target)
-    total(size, "first")
-    kvstore_hvd.shutdown()
-    kvstore_hvd.init()  # all have left
-    total(size, "unseen")
-    trace = Trace(target)
-    assert parts_of(target) == []
-    if size > 1:
-        assert [trace.names(r) for r in range(size)] == [["first"]] * size
-    kvstore_hvd.stop_timeline()
-    kvstore_hvd.barrier()
-
-
-def test_a_forked_child_leaves_it_alone(target, rank, size):
-    kvstore_hvd.start_timeline(target)
-    total(size, "before")
-    in_child(kvstore_hvd.stop_timeline)
-    total(size, "after")
-    kvstore_hvd.stop_timeline()
-    if size > 1:
-        assert all(set(Trace(target).names(r)) == {"before", "after"} for r in range(size))
 
 
 @pytest.mark.needs(2)

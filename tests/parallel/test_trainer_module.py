@@ -1,4 +1,4 @@
-"""The Module interface (MXNet 1) and Estimators: on the store, and with a `DistributedOptimizer`."""
+"""The Module interface (MXNet 1): on the store, and with a `DistributedOptimizer`."""
 
 import contextlib
 import warnings
@@ -10,12 +10,12 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import MismatchError
 from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
-from support.gluon import assert_alike, is_mxnet_2, mlp, samples, weights
+from support.gluon import assert_alike, is_mxnet_2, samples
 
 mx = pytest.importorskip("mxnet")
 
 BATCH = 4
-mxnet_1 = pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
+pytestmark = pytest.mark.skipif(is_mxnet_2(), reason="MXNet 2 has no Module")
 
 
 def regression():
@@ -54,7 +54,6 @@ def update(module, batches):
     module.update()
 
 
-@mxnet_1
 @pytest.mark.parametrize(
     ("store", "devices", "wraps"),
     [("instance", 2, False), ("horovod", 1, False), ("instance", 1, True), ("horovod", 2, True), (None, 1, True)],
@@ -74,7 +73,6 @@ def test_module(rank, size, fresh_log, caplog, store, devices, wraps):
     assert_regressed(module, size, batch)
 
 
-@mxnet_1
 def test_bucketing_module(rank, size):
     module = mx.mod.BucketingModule(lambda key: (regression(), ["data"], ["label"]), default_bucket_key=1)
     data, labels = samples(BATCH, seed=rank)
@@ -92,7 +90,6 @@ def test_bucketing_module(rank, size):
     assert_regressed(module, size, BATCH)
 
 
-@mxnet_1
 @pytest.mark.parametrize("exchanges", ["store", "optimizer"])
 def test_states_that_one_module_has_loaded(rank, size, exchanges, tmp_path):
     """The first step of all says so."""
@@ -116,7 +113,6 @@ def test_states_that_one_module_has_loaded(rank, size, exchanges, tmp_path):
     member.forget_unread(lambda error: isinstance(error, MismatchError))
 
 
-@mxnet_1
 def test_rescale_grad(rank, size, monkeypatch):
     """As with MXNet's 'dist_sync'; of the workers that there are in an update. What the program sets stays."""
     module, batches = bound(rank)
@@ -138,7 +134,6 @@ def test_rescale_grad(rank, size, monkeypatch):
     assert optimizer.rescale_grad == 0.5
 
 
-@mxnet_1
 def test_rescale_grad_of_an_optimizer(rank, size):
     """One that the program has made keeps its own; a warning says when it is not that of all workers."""
     for factor in (1 / (BATCH * size), 0.3):
@@ -151,16 +146,3 @@ def test_rescale_grad_of_an_optimizer(rank, size):
         assert len(found) == (factor == 0.3)
         assert all(f"1/batch_size/num_workers is {1 / (BATCH * size)}" in each for each in found)
         assert optimizer.rescale_grad == factor
-
-
-def test_estimator(rank, size):
-    estimator = pytest.importorskip("mxnet.gluon.contrib.estimator")
-    net = mlp(seed=rank)
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 0.1}, kvstore="horovod")
-    loader = mx.gluon.data.DataLoader(mx.gluon.data.ArrayDataset(*samples(16, seed=rank)), batch_size=8)
-    metric = mx.gluon.metric.MSE() if is_mxnet_2() else mx.metric.MSE()
-    device = {"device" if is_mxnet_2() else "context": mx.cpu()}
-    fitting = estimator.Estimator(net=net, loss=mx.gluon.loss.L2Loss(), trainer=trainer, train_metrics=metric, **device)
-    fitting.fit(train_data=loader, epochs=1)
-    assert all(np.isfinite(weight).all() for weight in weights(net))
-    assert_alike(net)

@@ -219,9 +219,7 @@ def test_an_unread_error_is_raised_by_the_next_step(rank, size):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    ("who", "how"), [("store", "batch"), ("optimizer", "net"), ("compressed", "batch"), ("apart", "net")]
-)
+@pytest.mark.parametrize(("who", "how"), [("optimizer", "net"), ("compressed", "batch"), ("apart", "net")])
 def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
     """With ignore_stale_grad: workers without a batch, or with parts of the network each, train as one worker does."""
     nets, models = ([mlp(seed=3), mlp(seed=4)] for _ in range(2))
@@ -237,12 +235,9 @@ def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
         return step != 3 and not (how == "batch" and step % 2 and worker == size - 1)
 
     options = {"learning_rate": 0.1, "momentum": 0.9, "wd": 0.01}
-    if who == "store":
-        trainer = mx.gluon.Trainer(trained, "sgd", options, kvstore=mx.kv.create("horovod"))
-    else:
-        kind = "DistributedOptimizer" if who == "optimizer" else "DistributedTrainer"
-        how_sent = {"compression": gluon.OwnCompression} if who == "compressed" else {}
-        trainer = gluon.distributed(kind, trained, "sgd", options, **how_sent)
+    kind = "DistributedOptimizer" if who == "optimizer" else "DistributedTrainer"
+    how_sent = {"compression": gluon.OwnCompression} if who == "compressed" else {}
+    trainer = gluon.distributed(kind, trained, "sgd", options, **how_sent)
     alone = mx.gluon.Trainer(expected, "sgd", options, kvstore=None)
     for step in range(6):
         if takes_part(step, rank):
@@ -254,7 +249,7 @@ def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
             trainer.allreduce_grads()
             trainer.update(1, ignore_stale_grad=True)
         else:
-            trainer.step(size if who == "store" else 1, ignore_stale_grad=True)
+            trainer.step(1, ignore_stale_grad=True)
         if step == 3:  # nobody takes part
             assert all((each.grad().asnumpy() == was).all() for each, was in zip(trained, before))
         with mx.autograd.record():

@@ -161,18 +161,6 @@ def test_gradients_move_inside_of_record(rank, size):
     assert run.inside == [size > 1] * 4
 
 
-def test_two_trainers_on_the_same_parameters(rank, size):
-    def run():
-        net = built("dense")
-        trainers = [trainer_of(net), trainer_of(net)]
-        for seed in range(4):
-            step(net, trainers[seed % 2], "dense", seed, rank)
-        run.bytes = 4 * gradient_bytes(net)
-        return weights(net)
-
-    assert both(run) == (run.bytes if size > 1 else 0)
-
-
 # -- What replaces gradients --------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fuzz.model import fold, rounded_to_bfloat16
 from kvstore_hvd import native
 from kvstore_hvd.gpu.executor import Steps
 from kvstore_hvd.native import DeviceOperation
@@ -114,8 +115,7 @@ def values_of(raw: Any, dtype: str) -> Any:
 def raw_of(values: Any, dtype: str) -> Any:
     """The bytes of elements, rounded to nearest even."""
     if dtype == "bfloat16":
-        bits = np.asarray(values, np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.uint8)
+        return (rounded_to_bfloat16(values).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     return np.ascontiguousarray(values.astype(_NUMPY[dtype])).view(np.uint8)
 
 
@@ -129,25 +129,6 @@ def samples(rank: int, count: int, dtype: str, seed: int = 0) -> Any:
 
 def combined(parts: Sequence[Any], dtype: str, op: str, prescale: float = 1.0, postscale: float = 1.0) -> Any:
     """The elements that raw contributions give, in rank order, as raw bytes; as the CPU engine has them."""
-    combine: Any = {"min": np.minimum, "max": np.maximum, "product": np.multiply}.get(op, np.add)
-    is_integer = dtype.startswith(("int", "uint"))
-
-    def scaled(values: Any, factor: float) -> Any:
-        if factor == 1.0:
-            return values
-        if is_integer:
-            limits = np.iinfo(dtype)
-            return np.clip(np.trunc(values.astype(np.float64) * factor), limits.min, limits.max).astype(dtype)
-        return values * values.dtype.type(factor)
-
-    total: Any = None
-    with np.errstate(over="ignore"):
-        for part in parts:
-            values = values_of(part, dtype)
-            values = values.astype(np.float32) if dtype == "float16" else values
-            if prescale != 1.0:
-                values = scaled(values, prescale)
-                if dtype in ("float16", "bfloat16"):  # the product is one of the type, too
-                    values = values_of(raw_of(values, dtype), dtype).astype(np.float32)
-            total = values if total is None else combine(total, values)
-        return raw_of(scaled(total, postscale), dtype)
+    op = "sum" if op == "average" else op  # the postscale divides
+    values = [values_of(part, dtype) for part in parts]
+    return raw_of(fold(dtype, op, values, prescale, postscale, as_half=False), dtype)

@@ -13,10 +13,8 @@ class HostExecutor(Executor):
 
     def __init__(self, engine: native.Engine) -> None:
         self.engine = engine
-        self.batches: list[list[str]] = []
-        self.kinds: list[str] = []
+        self.kinds: list[str] = []  # of the batches
         self.is_aborted = self.is_closed = False
-        self.fails = ""  # with this text, at the next batch
         self.hangs = False  # at the next batch, until it is aborted
 
     def abort(self) -> None:
@@ -30,10 +28,7 @@ class HostExecutor(Executor):
         self.is_closed = True
 
     def start(self, collective: str, batch: Batch) -> Steps:
-        if self.fails:
-            raise RuntimeError(self.fails)
-        number = len(self.batches)
-        self.batches.append([one.name for one in batch])
+        number = len(self.kinds)
         self.kinds.append(collective)
         works = []
         for place, one in enumerate([] if self.hangs else batch):

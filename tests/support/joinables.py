@@ -31,10 +31,10 @@ class Nothing(Joinable):
 
 
 class Counter(Nothing):
-    """Sums what the workers of its group have in each iteration."""
+    """Sums what the workers have in each iteration."""
 
-    def __init__(self, name: str = "counter", group: Any = None) -> None:
-        super().__init__(group)
+    def __init__(self, name: str = "counter") -> None:
+        super().__init__()
         self.name, self.sums = name, list[int]()
         self.arguments: Any = None
         self.was_last: Any = None
@@ -52,16 +52,7 @@ class Counter(Nothing):
         return Hook()
 
     def sum(self, number: int) -> None:
-        if self.group is None:
-            total = kvstore_hvd.allreduce(np.array([number]), self.name)
-        else:
-            import mxnet as mx
-
-            import kvstore_hvd.mxnet as hvd
-
-            array = mx.nd.array([number])
-            total = hvd.allreduce(array, op=hvd.Sum, name=self.name, process_set=self.group).asnumpy()
-        self.sums.append(int(total[0]))
+        self.sums.append(int(kvstore_hvd.allreduce(np.array([number]), self.name)[0]))
 
     def count(self, number: int) -> None:
         self.step()

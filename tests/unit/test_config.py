@@ -142,18 +142,6 @@ def test_lines_may_begin_with_the_time(monkeypatch, capsys):
     assert second == "kvstore_hvd warning: then"
 
 
-def test_the_environment_is_read_when_told(monkeypatch):
-    first = module.config()
-    monkeypatch.setenv("KVHVD_TIMEOUT", "12")
-    assert module.config() is first
-    before = module.reload()
-    assert (before.timeout_s, module.config() is before) == (12.0, True)
-    monkeypatch.setenv("KVHVD_TIMEOUT", "soon")
-    with pytest.raises(ConfigError, match="KVHVD_TIMEOUT: 'soon' is not"):
-        module.reload()
-    assert module.config() is before
-
-
 def test_a_level_that_the_program_has_set_stays(monkeypatch):
     """Unless the environment says another one than before."""
     module.reload()

@@ -90,16 +90,12 @@ def test_more_batches_than_there_are(place, caplog, fresh_log):
     assert "all 5 samples of this worker have been recorded already" in record.getMessage()
 
 
-def test_the_older_interface(place):
-    """Of one worker's record_indices: the others' samples of the same rows count as well, once if gathered."""
-    world, again = (samplers(place, 3, range(12), seed=3) for _ in range(2))
-    for each, other in zip(world, again):
-        assert each.get_indices(1, 2) == each.indices[2:4]
-        each.record_indices(each.get_indices(0, 3))
-        other.record_indices(index for one in world for index in one.indices[:3])
-    taken = {index for each in world for index in each.indices[:3]}
-    assert [each.processed_indices for each in world] == [taken] * 3
-    assert again[1].state_dict() == world[1].state_dict()
+def test_gathered_indices_count_once(place):
+    world = samplers(place, 3, range(12), seed=3)
+    gathered = [index for each in world for index in each.indices[:3]]
+    for each in world:
+        each.record_indices(gathered)
+    assert [each.processed_indices for each in world] == [set(gathered)] * 3
 
 
 def test_states(place):

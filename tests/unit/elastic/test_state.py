@@ -1,4 +1,4 @@
-"""`State` and `ObjectState` in one process: what is saved, what comes back, and in which order things are called."""
+"""`State` and `ObjectState` in one process: what is saved, what comes back, and what updates do."""
 
 import fcntl
 import importlib
@@ -217,17 +217,6 @@ def test_a_save_that_fails_keeps_the_last_one():
         one.save()
     one.restore()
     assert (one.a, one.b.asnumpy().tolist()) == (1, [1, 1])
-
-
-def test_order_of_calls():
-    calls = []
-    names = ("save", "check_host_updates", "reset")
-    one = type("Recorded", (State,), {name: lambda self, name=name: calls.append(name) for name in names})(None, None)
-    for callbacks in ("ab", "c"):
-        one.register_reset_callbacks([lambda name=name: calls.append(name) for name in callbacks])
-    one.commit()
-    one.on_reset()
-    assert calls == [*names, "a", "b", "c"]
 
 
 def test_updates_interrupt_once():
