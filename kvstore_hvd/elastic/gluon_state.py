@@ -28,7 +28,7 @@ _registry: Registry = [
     (_Kind("Block", (), {"asks": mxnet_compat.is_block}), ParametersHandler),
     (_Kind("Parameters", (), {"asks": mxnet_compat.is_parameters}), ParametersHandler),
     (_Kind("Trainer", (), {"asks": mxnet_compat.is_trainer}), TrainerHandler),
-    (_Kind("ElasticSampler", (), {"asks": is_sampler}), SamplerHandler),
+    (_Kind("Sampler", (), {"asks": is_sampler}), SamplerHandler),
 ]
 
 

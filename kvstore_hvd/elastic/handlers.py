@@ -147,10 +147,13 @@ class SamplerHandler(StagedHandler):
         self.value.load_state_dict(self._saved[1])
 
     def reset(self) -> None:
-        self.value.reset()
+        if hasattr(self.value, "reset"):
+            self.value.reset()
 
     def _settings(self) -> dict[str, Any]:
-        return {"samples": len(self.value.dataset), "shuffle": self.value.shuffle, "seed": self.value.seed}
+        present = vars(self.value)
+        names = [name for name in ("shuffle", "seed", "global_batch_size") if name in present]
+        return {"samples": self.value.length, **{name: present[name] for name in names}}
 
 
 # -- Values that consist of many arrays ------------------------------------------------------------------------------

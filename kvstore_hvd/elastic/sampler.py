@@ -7,17 +7,14 @@ import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import mxnet as mx
 import numpy as np
 
 from kvstore_hvd import log
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.gluon.samplers import EpochSampler
 from kvstore_hvd.world import process
 
-Indices = Any  # numpy.ndarray of int64
 
-
-class ElasticSampler(mx.gluon.data.Sampler):
+class ElasticSampler(EpochSampler):
     """Splits the samples of a dataset among the workers, and remembers the processed ones.
 
     In every world the remaining samples are dealt out in *rows*, one sample for each worker; an incomplete last row is
@@ -49,10 +46,9 @@ class ElasticSampler(mx.gluon.data.Sampler):
     """
 
     def __init__(self, dataset: Sequence[Any], shuffle: bool = True, seed: int = 0) -> None:
+        super().__init__(len(dataset), shuffle, seed)
         self.dataset = dataset
-        self.shuffle = bool(shuffle)
-        self.seed = operator.index(seed)
-        self._begin(0, len(dataset))
+        self._begin(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, with nothing processed; its number and the seed choose the order.
@@ -61,19 +57,19 @@ class ElasticSampler(mx.gluon.data.Sampler):
         epoch that is being continued in a new world.
         """
         epoch = operator.index(epoch)
-        if epoch == self.epoch and 0 < self.processed_num < len(self._processed):
+        if epoch == self.epoch and 0 < self.processed_num < self.length:
             text = (
                 "ElasticSampler.set_epoch(%d) restarts the present epoch, in which %d of %d samples were already "
                 "processed; call it once, at the end of an epoch, with the number of the next one."
             )
-            samples = self.processed_num, len(self._processed)
+            samples = self.processed_num, self.length
             log.once("sampler-epoch-again", logging.WARNING, text, epoch, *samples)
-        self._begin(epoch, len(self._processed))
+        self._begin(epoch)
 
-    def _begin(self, epoch: int, count: int) -> None:
+    def _begin(self, epoch: int) -> None:
         self.epoch = epoch
-        self._processed = np.zeros(count, bool)
-        self._order = self._order_of(epoch)
+        self._processed = np.zeros(self.length, bool)
+        self._order = self.order_of(epoch)
         self.reset()
 
     def reset(self) -> None:
@@ -88,12 +84,6 @@ class ElasticSampler(mx.gluon.data.Sampler):
         self._indices: list[int] | None = None
         self._row_of: dict[int, int] | None = None
         self._recorded = 0  # rows that `record_batch` has counted in this iteration
-
-    def _order_of(self, epoch: int) -> Indices:
-        if not self.shuffle:
-            return np.arange(len(self._processed))
-        # The legacy generator's numbers are the same in all versions of NumPy.
-        return np.random.RandomState([self.seed % 2**32, epoch % 2**32]).permutation(len(self._processed))
 
     def __iter__(self) -> Iterator[int]:
         self._recorded = 0
@@ -158,9 +148,9 @@ class ElasticSampler(mx.gluon.data.Sampler):
         if self._row_of is None:
             self._row_of = {index: row for row, index in enumerate(self.indices)}
         found = [operator.index(each) for each in indices]
-        unknown = [index for index in found if not 0 <= index < len(self._processed)]
+        unknown = [index for index in found if not 0 <= index < self.length]
         if unknown:
-            fact = f"there is no sample {unknown[0]} in a dataset of {len(self._processed)}."
+            fact = f"there is no sample {unknown[0]} in a dataset of {self.length}."
             raise self._error("record_indices", fact, "pass some of the sampler's indices.")
         self._processed[found] = True
         self._processed[self._rows[[self._row_of[index] for index in found if index in self._row_of]]] = True
@@ -196,9 +186,9 @@ class ElasticSampler(mx.gluon.data.Sampler):
         InvalidRequestError
             It has none of these entries, or is of another dataset.
         """
-        count = len(self._processed)
+        count = self.length
         epoch = operator.index(state_dict.get("epoch", self.epoch))
-        order = self._order if epoch == self.epoch else self._order_of(epoch)
+        order = self._order if epoch == self.epoch else self.order_of(epoch)
         processed, fact = np.zeros(count, bool), ""
         if "processed_mask" in state_dict:
             mask = np.unpackbits(np.frombuffer(state_dict["processed_mask"], np.uint8))
@@ -228,7 +218,3 @@ class ElasticSampler(mx.gluon.data.Sampler):
         if length < 1:
             raise self._error(operation, f"batch_size is {length}.", "pass the batch size of one worker.")
         return length
-
-    def _error(self, operation: str, fact: str, fix: str) -> InvalidRequestError:
-        prefix = process.current().topology.prefix
-        return InvalidRequestError(message(fact, **prefix, operation=f"ElasticSampler.{operation}", fix=fix))

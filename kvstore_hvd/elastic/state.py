@@ -273,9 +273,9 @@ def raise_on_all(world: Member, fault: str) -> None:
 
 
 def is_sampler(value: Any) -> bool:
-    """Whether it is an `ElasticSampler`. Does not import MXNet."""
-    module = sys.modules.get("kvstore_hvd.elastic.sampler")
-    return module is not None and isinstance(value, module.ElasticSampler)
+    """Whether it is an `ElasticSampler` or a `DistributedBatchSampler`. Does not import MXNet."""
+    module = sys.modules.get("kvstore_hvd.gluon.samplers")
+    return module is not None and isinstance(value, module.EpochSampler) and hasattr(value, "state_dict")
 
 
 def deep_copy(value: Any) -> Any:
@@ -298,7 +298,7 @@ def deep_copy(value: Any) -> Any:
             copies[id(one)] = buffer_like(one, context=mxnet_compat.context_of(one))
             copy_array(one, copies[id(one)])
         elif is_sampler(one):
-            fact = "an ElasticSampler among the values would give every worker rank 0's share of the samples."
+            fact = f"a copy of a {type(one).__name__} among the values would take no part in the training."
             fix = "pass it to GluonState(sampler=...) under a name of its own, or keep it outside of the state."
             raise InvalidRequestError(message(fact, operation="state", fix=fix))
         elif not isinstance(one, type) and not hasattr(one, "__deepcopy__"):

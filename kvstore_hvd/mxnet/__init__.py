@@ -27,19 +27,33 @@ from kvstore_hvd.mxnet_compat import require_mxnet as _require_mxnet
 
 __all__ = [
     "Compression",
+    "DistributedBatchSampler",
+    "DistributedMetric",
     "DistributedOptimizer",
+    "DistributedSampler",
     "DistributedTrainer",
     "HorovodInternalError",
     "ShardedTrainer",
     "SyncBatchNorm",
     "allgather_object",
+    "average_running_statistics",
     "broadcast_object",
     "broadcast_parameters",
     "broadcast_trainer_states",
+    "clip_global_norm",
+    "shard",
 ]
 __all__ += _mpi_ops.__all__
 
 if TYPE_CHECKING:
+    from kvstore_hvd.gluon import (
+        DistributedBatchSampler,
+        DistributedMetric,
+        DistributedSampler,
+        average_running_statistics,
+        clip_global_norm,
+        shard,
+    )
     from kvstore_hvd.mxnet import elastic as elastic
     from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
     from kvstore_hvd.mxnet.sharded import ShardedTrainer
@@ -50,11 +64,13 @@ else:
         if name == "elastic":  # stands above this package
             return importlib.import_module("kvstore_hvd.mxnet.elastic")
         # Classes that derive from MXNet's, which may be absent.
-        homes = {"DistributedOptimizer": "optimizer", "DistributedTrainer": "optimizer"}
-        homes |= {"ShardedTrainer": "sharded", "SyncBatchNorm": "sync_batch_norm"}
+        homes = {"DistributedOptimizer": "mxnet.optimizer", "DistributedTrainer": "mxnet.optimizer"}
+        homes |= {"ShardedTrainer": "mxnet.sharded", "SyncBatchNorm": "mxnet.sync_batch_norm"}
+        homes |= {"DistributedBatchSampler": "gluon", "DistributedMetric": "gluon", "DistributedSampler": "gluon"}
+        homes |= {"average_running_statistics": "gluon", "clip_global_norm": "gluon", "shard": "gluon"}
         home = homes.get(name)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         _require_mxnet()
-        value = globals()[name] = getattr(importlib.import_module(f"kvstore_hvd.mxnet.{home}"), name)
+        value = globals()[name] = getattr(importlib.import_module(f"kvstore_hvd.{home}"), name)
         return value

@@ -121,6 +121,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         store = _store_for("DistributedTrainer", gradient_predivide_factor, num_groups, process_set, sparse_as_dense)
         self._world, self._process_set = store._member, process_set
         self._sparse_as_dense, self._compression = sparse_as_dense, compression
+        self._predivide_factor = gradient_predivide_factor
         #: See `join.joinables`: None means all workers.
         self._process_group = None if process_set is global_process_set else process_set
         kind = compression if isinstance(compression, type) else type(compression)
@@ -138,6 +139,11 @@ class DistributedTrainer(mx.gluon.Trainer):
     def _workers(self) -> int:
         """By how many the sums are divided."""
         return _members_of(self._process_set, self._world)
+
+    @property
+    def average_factor(self) -> float:
+        """By what the gradients after ``allreduce_grads()`` are multiplied to be the averages over workers."""
+        return self._predivide_factor / self._workers
 
     def _allreduce_grads(self) -> None:
         widens = self._sparse_as_dense and any(

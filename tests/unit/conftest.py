@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import importlib
 import os
 import socket
 import time
@@ -109,3 +110,18 @@ def full_pipe():
     yield write
     os.close(read)
     os.close(write)
+
+
+@pytest.fixture
+def place(monkeypatch):
+    """Where samplers think that they are: ``place(rank, size)``."""
+    topology = SimpleNamespace(rank=0, size=1, prefix={"rank": 0, "size": 1})
+    # Only for the samplers: MXNet may be imported meanwhile.
+    for module in ("kvstore_hvd.elastic.sampler", "kvstore_hvd.gluon.samplers"):
+        present = SimpleNamespace(current=lambda: SimpleNamespace(topology=topology))
+        monkeypatch.setattr(importlib.import_module(module), "process", present)
+
+    def put(rank, size):
+        topology.rank, topology.size = rank, size
+
+    return put

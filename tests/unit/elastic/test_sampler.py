@@ -3,26 +3,12 @@
 import pickle
 import random
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kvstore_hvd import elastic
-from kvstore_hvd.elastic import sampler as module
 from kvstore_hvd.errors import InvalidRequestError
-
-
-@pytest.fixture
-def place(monkeypatch):
-    topology = SimpleNamespace(rank=0, size=1, prefix={"rank": 0, "size": 1})
-    # Only for the sampler: MXNet may be imported meanwhile.
-    monkeypatch.setattr(module, "process", SimpleNamespace(current=lambda: SimpleNamespace(topology=topology)))
-
-    def put(rank, size):
-        topology.rank, topology.size = rank, size
-
-    return put
 
 
 def samplers(place, size, dataset, state=None, **options):

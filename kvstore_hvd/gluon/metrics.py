@@ -1,0 +1,194 @@
+"""Metrics over the samples of all workers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mxnet as mx
+import numpy as np
+
+from kvstore_hvd.errors import InvalidRequestError, MismatchError, message
+from kvstore_hvd.mxnet.functions import allgather_object
+from kvstore_hvd.world import process
+
+_library = getattr(mx, "metric", None) or mx.gluon.metric  # of MXNet 1, or 2
+
+_SUMS = {"sum_metric", "num_inst", "global_sum_metric", "global_num_inst"}
+# Of F1 and MCC, which keep an object with such numbers.
+_COUNTS = "true_positives", "false_positives", "true_negatives", "false_negatives"
+_COUNTERS = "_BinaryClassificationMetrics", "_ClassificationMetrics"  # in MXNet 1 and 2
+# Of PCC: confusion matrices, which grow with the number of classes.
+_MATRICES = {"lcm", "gcm"}
+# Of PearsonCorrelation: number, means, sums of squared deviations and of their product.
+_MOMENTS = "_label_nums", "_mean_l", "_mean_p", "_sse_l", "_sse_p", "_conv"
+
+_VALUES = "get", "get_name_value", "get_global", "get_global_name_value"
+
+State = dict[str, Any]
+
+
+def DistributedMetric(metric: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N802 - made like an object
+    """A metric whose values are those of one process that has seen the batches of all workers.
+
+    ``update`` and ``reset`` concern this worker's samples. ``get``, ``get_name_value``, ``get_global`` and
+    ``get_global_name_value`` are collective: every worker calls them, also one without a sample, and gets the same
+    values. They change nothing. ``str()`` shows this worker's values, and waits for nobody.
+
+    Parameters
+    ----------
+    metric : str, EvalMetric, callable or list of these
+        As of MXNet's ``metric.create``; it is not changed.
+    *args, **kwargs
+        As of ``metric.create``.
+
+    Returns
+    -------
+    EvalMetric
+        Of a class that derives from the metric's.
+
+    Raises
+    ------
+    InvalidRequestError
+        When its value is asked for, on every worker: a class of the program keeps more than the sums of an EvalMetric.
+    MismatchError
+        Likewise: the workers have different metrics.
+    """
+    made = _library.create(metric, *args, **kwargs)
+    return _distributed(_plain(made))
+
+
+def _distributed(metric: Any) -> Any:
+    """A metric, whose class becomes one that derives from it."""
+    metric.__class__ = _class_over(type(metric))
+    return metric
+
+
+@functools.cache
+def _class_over(kind: Any) -> Any:
+    values = {name: functools.partialmethod(_value, name) for name in _VALUES if hasattr(kind, name)}
+    own = {"__str__": lambda self: str(_plain(self)), "__reduce_ex__": lambda self, _: (_distributed, (_plain(self),))}
+    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, "_kvstore_hvd_over": kind, **values, **own})
+
+
+def _plain(metric: Any) -> Any:
+    """A copy of the original class."""
+    kind: Any = getattr(metric, "_kvstore_hvd_over", type(metric))
+    made = kind.__new__(kind)
+    is_composite = isinstance(metric, _library.CompositeEvalMetric)
+    for name, each in vars(metric).items():
+        vars(made)[name] = list(map(_plain, each)) if is_composite and name == "metrics" else copy.deepcopy(each)
+    return made
+
+
+def _value(self: Any, name: str) -> Any:
+    """What a method of the original class returns for the samples of all workers."""
+    whole = _plain(self)
+    if not process.current().member.is_alone:
+        parts = list(_parts_of(whole))
+        states = allgather_object([_state_of(part) for part in parts], "kvstore_hvd.metrics")
+        _check(states)
+        for part, of_workers in zip(parts, zip(*states)):
+            _merge(part, [state for _, state, _ in of_workers])
+    return getattr(whole, name)()
+
+
+def _parts_of(metric: Any) -> Iterator[Any]:
+    if isinstance(metric, _library.CompositeEvalMetric):
+        for each in metric.metrics:
+            yield from _parts_of(each)
+    else:
+        yield metric
+
+
+def _check(states: Sequence[Sequence[tuple[str, State, str]]]) -> None:
+    """Raise, on all workers, unless all have the same metrics, whose states add up."""
+    where: dict[str, Any] = {**process.current().topology.prefix, "operation": "metric"}
+    told = [", ".join(name for name, _, _ in of_worker) or "none" for of_worker in states]
+    if len(set(told)) > 1:
+        details = [f"rank {rank}: {names}" for rank, names in enumerate(told)]
+        fix = "make the same metrics, in the same order, on every worker."
+        raise MismatchError(message("workers have different metrics.", **where, details=details, fix=fix))
+    faults = [f"rank {rank}: {fault}" for rank, each in enumerate(states) for _, _, fault in each if fault]
+    if faults:
+        fact = "a metric keeps more than sums, which do not tell its value over all workers."
+        fix = "keep sum_metric and num_inst only; or gather the samples by hvd.allgather and compute it of all."
+        raise InvalidRequestError(message(fact, **where, details=faults, fix=fix))
+
+
+def _state_of(metric: Any) -> tuple[str, State, str]:
+    """Name of a metric; what it has counted; and why it cannot be merged, if so."""
+    state, others = State(), State()
+    for name, each in vars(metric).items():
+        if type(each).__name__ in _COUNTERS:
+            state[name] = {count: _number(value) for count, value in vars(each).items() if count.endswith(_COUNTS)}
+            state[name]["num_classes"] = getattr(each, "num_classes", None)
+        elif name in _SUMS or name in _MATRICES or name in _MOMENTS:
+            state[name] = _number(each)
+        else:
+            others[name] = each
+    fault = ""
+    if not type(metric).__module__.startswith("mxnet."):
+        fresh = _plain(metric)
+        fresh.reset()
+        changed = [name for name, each in others.items() if not _is_same(each, vars(fresh).get(name))]
+        fault = f"{type(metric).__name__} has {', '.join(sorted(changed))}." if changed else ""
+    return f"{type(metric).__name__} '{metric.name}'", state, fault
+
+
+def _number(value: Any) -> Any:
+    return value.asnumpy() if hasattr(value, "asnumpy") else value
+
+
+def _as_before(before: Any, value: Any) -> Any:
+    return mx.np.array(value, dtype="float64") if hasattr(before, "asnumpy") else value
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return bool(np.array_equal(_number(one), _number(other))) or vars(one) == vars(other)
+    except (TypeError, ValueError):
+        return bool(one == other)
+
+
+def _merge(metric: Any, states: Sequence[State]) -> None:
+    """Give a metric the states of all workers together."""
+    for name in _SUMS & set(states[0]):
+        vars(metric)[name] = sum(state[name] for state in states)
+    for name in _MATRICES & set(states[0]):
+        size = max(len(state[name]) for state in states)
+        matrices = [np.pad(state[name], (0, size - len(state[name]))) for state in states]
+        vars(metric).update({name: _as_before(vars(metric)[name], sum(matrices)), "k": size})
+    if _MOMENTS[0] in states[0]:
+        moments = functools.reduce(_moments_of_both, ([state[name] for name in _MOMENTS] for state in states))
+        vars(metric).update(zip(_MOMENTS, moments))
+        metric._pred_nums = metric._label_nums
+    for name, own in states[0].items():
+        if isinstance(own, dict):
+            counted = [state[name] for state in states if state[name][_COUNTS[0]] is not None]
+            _merge_counts(metric, vars(metric)[name], counted)
+
+
+def _merge_counts(metric: Any, counter: Any, states: Sequence[State]) -> None:
+    for count in states[0] if states else ():
+        if count == "num_classes":
+            counter.num_classes = states[0][count]
+            continue
+        total = sum(state[count] for state in states)
+        vars(counter)[count] = mx.np.array(total, dtype="float64") if isinstance(total, np.ndarray) else total
+    is_mean_of_batches = type(counter).__name__ == _COUNTERS[0] and "macro" in vars(metric).values()
+    if states and not is_mean_of_batches:
+        metric.update([], [])  # which computes the value of the counts
+
+
+def _moments_of_both(one: list[Any], other: list[Any]) -> list[Any]:
+    """Moments of two sets of samples together (Chan, Golub and LeVeque, 1979)."""
+    (n, mean_l, mean_p, *sums), (m, other_l, other_p, *others) = one, other
+    if not n or not m:
+        return one if n else other
+    by_l, by_p, weight = other_l - mean_l, other_p - mean_p, n * m / (n + m)
+    between = by_l * by_l, by_p * by_p, by_l * by_p
+    sums = [a + b + weight * each for a, b, each in zip(sums, others, between)]
+    return [n + m, mean_l + by_l * m / (n + m), mean_p + by_p * m / (n + m), *sums]

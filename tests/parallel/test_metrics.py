@@ -1,0 +1,145 @@
+"""`DistributedMetric`: the values of one process that has seen the batches of all workers."""
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.errors import InvalidRequestError, MismatchError
+from support.gluon import is_mxnet_2
+
+mx = pytest.importorskip("mxnet")
+library = mx.gluon.metric if is_mxnet_2() else mx.metric
+
+pytestmark = pytest.mark.sizes
+
+CLASSES = 4
+
+
+def batches(count, kind, seed=0):
+    """Labels and predictions; each batch has another number of samples."""
+    draw, made = np.random.RandomState(seed), []
+    for number in range(count):
+        samples = 3 + number % 4
+        if kind == "classes":
+            label, pred = draw.randint(0, CLASSES, samples), draw.dirichlet(np.ones(CLASSES), samples)
+        elif kind == "binary":
+            label, pred = draw.randint(0, 2, samples), draw.dirichlet(np.ones(2), samples)
+        else:
+            label, pred = draw.normal(size=(samples, 1)), draw.normal(size=(samples, 1)) + 1
+        array = mx.np.array if is_mxnet_2() else mx.nd.array
+        made.append(([array(label, dtype="float32")], [array(pred, dtype="float32")]))
+    return made
+
+
+def squares(label, pred):
+    return float(((label - pred) ** 2).sum()), label.size
+
+
+METRICS = [
+    ("acc", "classes", {}),
+    ("top_k_accuracy", "classes", {"top_k": 2}),
+    ("ce", "classes", {}),
+    ("perplexity", "classes", {} if is_mxnet_2() else {"ignore_label": None}),
+    ("pcc", "classes", {}),
+    ("f1", "binary", {"average": "micro"}),
+    ("f1", "binary", {"average": "macro"}),
+    ("mcc", "binary", {}),
+    ("mae", "numbers", {}),
+    ("rmse", "numbers", {}),
+    ("pearsonr", "numbers", {} if is_mxnet_2() else {"average": "micro"}),
+    ("pearsonr", "numbers", {}),
+    (squares, "numbers", {}),
+    (["mse", "mae"], "numbers", {}),
+]
+if is_mxnet_2():
+    METRICS += [(library.Fbeta(beta=2), "binary", {}), (library.BinaryAccuracy(), "numbers", {})]
+    METRICS += [(library.MeanPairwiseDistance(), "numbers", {}), (library.MeanCosineSimilarity(), "numbers", {})]
+
+
+@pytest.mark.parametrize("with_samples", [1, 2, 64])  # workers; the other ones have none
+@pytest.mark.parametrize(("name", "kind", "options"), METRICS)
+def test_values_are_those_of_one_process(rank, size, name, kind, options, with_samples):
+    """Over several epochs; a get changes nothing."""
+    shares = min(with_samples, size)
+    own, all_of_them = hvd.DistributedMetric(name, **options), library.create(name, **options)
+    for epoch in range(2):
+        for part in range(2):
+            for number, (label, pred) in enumerate(batches(7, kind, seed=2 * epoch + part)):
+                all_of_them.update(label, pred)
+                if number % shares == rank:
+                    own.update(label, pred)
+            for method in ("get", "get_name_value", "get_global", "get_global_name_value"):
+                if hasattr(all_of_them, method):
+                    expected, found = getattr(all_of_them, method)(), getattr(own, method)()
+                    assert_same(found, expected)
+                    assert hvd.allgather_object(found) == [found] * size
+            if hasattr(own, "reset_local") and part == 0:
+                own.reset_local()
+                all_of_them.reset_local()
+        own.reset()
+        all_of_them.reset()
+    assert math.isnan(np.ravel(own.get()[1])[0])
+
+
+def assert_same(found, expected):
+    if isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected):
+            assert_same(one, other)
+    elif isinstance(expected, str):
+        assert found == expected
+    else:
+        np.testing.assert_allclose(np.asarray(found, float), np.asarray(expected, float), rtol=1e-6)
+
+
+def test_what_mxnet_asks_of_a_metric(rank, size):
+    """Its class, name, configuration and copies; its text waits for nobody."""
+    metric = hvd.DistributedMetric(library.Loss("first"))
+    assert isinstance(metric, library.Loss)
+    metric.name = "second"
+    copies = [metric, copy.deepcopy(metric), pickle.loads(pickle.dumps(metric))]
+    for each in copies:
+        each.update(None, [mx.np.ones(2) if is_mxnet_2() else mx.nd.ones(2)] if rank == 0 else [])
+        assert each.get() == ("second", 1.0)
+    if rank == 0:
+        assert str(metric) == "EvalMetric: {'second': 1.0}"
+    again = library.create(library.CompositeEvalMetric([metric, "acc"]))
+    assert hvd.DistributedMetric(again).get()[1][0] == 1.0
+    assert metric.get_config()["metric"] == "Loss"
+
+
+class Kept(library.EvalMetric):
+    """Of a program: not only sums."""
+
+    def reset(self):
+        super().reset()
+        self.seen = []
+
+    def update(self, labels, preds):
+        self.seen.append(preds)
+        self.num_inst += 1
+
+
+def test_what_cannot_be_merged_is_refused_on_every_worker(rank, size):
+    metric = hvd.DistributedMetric(Kept("median"))
+    if rank == size - 1:
+        metric.update(0, 1)
+    if size == 1:
+        assert metric.get() == ("median", 0.0)
+        return
+    with pytest.raises(InvalidRequestError, match=f"rank {size - 1}: Kept has seen"):
+        metric.get()
+    metric.reset()
+    assert math.isnan(metric.get()[1])
+
+
+def test_other_metrics_on_one_worker(rank, size):
+    metric = hvd.DistributedMetric(["acc", "mse"] if rank else ["acc"])
+    if size > 1:
+        differ = "rank 0: Accuracy 'accuracy'\n  rank 1: Accuracy 'accuracy', MSE 'mse'"
+        with pytest.raises(MismatchError, match=differ):
+            metric.get()
