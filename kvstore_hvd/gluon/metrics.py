@@ -62,7 +62,8 @@ def DistributedMetric(metric: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N
 
 def _distributed(metric: Any) -> Any:
     """A metric, whose class becomes one that derives from it."""
-    metric.__class__ = _class_over(type(metric))
+    kind: Any = type(metric)
+    metric.__class__ = _class_over(kind)
     return metric
 
 
