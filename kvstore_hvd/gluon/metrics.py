@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import mxnet as mx
@@ -24,6 +25,9 @@ _COUNTERS = "_BinaryClassificationMetrics", "_ClassificationMetrics"  # in MXNet
 _MATRICES = {"lcm", "gcm"}
 # Of PearsonCorrelation: number, means, sums of squared deviations and of their product.
 _MOMENTS = "_label_nums", "_mean_l", "_mean_p", "_sse_l", "_sse_p", "_conv"
+
+# Of a distributed metric: its original class; and whether its values are those of this worker for now.
+_OVER, _IS_LOCAL = "_kvstore_hvd_over", "_kvstore_hvd_is_local"
 
 _VALUES = "get", "get_name_value", "get_global", "get_global_name_value"
 
@@ -57,26 +61,43 @@ def DistributedMetric(metric: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N
         Likewise: the workers have different metrics.
     """
     made = _library.create(metric, *args, **kwargs)
-    return _distributed(_plain(made))
+    return distribute(_plain(made))
 
 
-def _distributed(metric: Any) -> Any:
-    """A metric, whose class becomes one that derives from it."""
-    kind: Any = type(metric)
+def distribute(metric: Any) -> Any:
+    """Make a metric one over all workers, in place; returns it."""
+    kind: Any = getattr(metric, _OVER, type(metric))
     metric.__class__ = _class_over(kind)
     return metric
+
+
+@contextlib.contextmanager
+def of_this_worker(metrics: Iterable[Any]) -> Iterator[None]:
+    """Within, until `of_all_workers`, the values of metrics are those of this worker."""
+    for metric in metrics:
+        vars(metric)[_IS_LOCAL] = True
+    try:
+        yield
+    finally:
+        of_all_workers(metrics)
+
+
+def of_all_workers(metrics: Iterable[Any]) -> None:
+    """End `of_this_worker`."""
+    for metric in metrics:
+        vars(metric).pop(_IS_LOCAL, None)
 
 
 @functools.cache
 def _class_over(kind: Any) -> Any:
     values = {name: functools.partialmethod(_value, name) for name in _VALUES if hasattr(kind, name)}
-    own = {"__str__": lambda self: str(_plain(self)), "__reduce_ex__": lambda self, _: (_distributed, (_plain(self),))}
-    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, "_kvstore_hvd_over": kind, **values, **own})
+    own = {"__str__": lambda self: str(_plain(self)), "__reduce_ex__": lambda self, _: (distribute, (_plain(self),))}
+    return type(kind.__name__, (kind,), {"__doc__": kind.__doc__, _OVER: kind, **values, **own})
 
 
 def _plain(metric: Any) -> Any:
     """A copy of the original class."""
-    kind: Any = getattr(metric, "_kvstore_hvd_over", type(metric))
+    kind: Any = getattr(metric, _OVER, type(metric))
     made = kind.__new__(kind)
     is_composite = isinstance(metric, _library.CompositeEvalMetric)
     for name, each in vars(metric).items():
@@ -87,7 +108,7 @@ def _plain(metric: Any) -> Any:
 def _value(self: Any, name: str) -> Any:
     """What a method of the original class returns for the samples of all workers."""
     whole = _plain(self)
-    if not process.current().member.is_alone:
+    if _IS_LOCAL not in vars(whole) and not process.current().member.is_alone:
         parts = list(_parts_of(whole))
         states = allgather_object([_state_of(part) for part in parts], "kvstore_hvd.metrics")
         _check(states)

@@ -26,8 +26,10 @@ from kvstore_hvd.mxnet.mpi_ops import *
 from kvstore_hvd.mxnet_compat import require_mxnet as _require_mxnet
 
 __all__ = [
+    "CommitHandler",
     "Compression",
     "DistributedBatchSampler",
+    "DistributedEstimator",
     "DistributedMetric",
     "DistributedOptimizer",
     "DistributedSampler",
@@ -46,14 +48,7 @@ __all__ = [
 __all__ += _mpi_ops.__all__
 
 if TYPE_CHECKING:
-    from kvstore_hvd.gluon import (
-        DistributedBatchSampler,
-        DistributedMetric,
-        DistributedSampler,
-        average_running_statistics,
-        clip_global_norm,
-        shard,
-    )
+    from kvstore_hvd.gluon import *
     from kvstore_hvd.mxnet import elastic as elastic
     from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
     from kvstore_hvd.mxnet.sharded import ShardedTrainer
@@ -66,9 +61,7 @@ else:
         # Classes that derive from MXNet's, which may be absent.
         homes = {"DistributedOptimizer": "mxnet.optimizer", "DistributedTrainer": "mxnet.optimizer"}
         homes |= {"ShardedTrainer": "mxnet.sharded", "SyncBatchNorm": "mxnet.sync_batch_norm"}
-        homes |= {"DistributedBatchSampler": "gluon", "DistributedMetric": "gluon", "DistributedSampler": "gluon"}
-        homes |= {"average_running_statistics": "gluon", "clip_global_norm": "gluon", "shard": "gluon"}
-        home = homes.get(name)
+        home = homes.get(name, "gluon" if name in __all__ else None)
         if home is None:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         _require_mxnet()

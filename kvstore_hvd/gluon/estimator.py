@@ -1,0 +1,261 @@
+"""An Estimator whose workers train one network, and a handler that commits an elastic state."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from mxnet.gluon.contrib import estimator as library
+
+from kvstore_hvd import mxnet_compat, numpy_ops
+from kvstore_hvd.errors import MismatchError, message
+from kvstore_hvd.gluon import metrics
+from kvstore_hvd.gluon.samplers import DistributedBatchSampler
+from kvstore_hvd.gluon.steps import average_running_statistics
+from kvstore_hvd.mxnet.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_parameters,
+    broadcast_trainer_states,
+)
+from kvstore_hvd.mxnet.optimizer import DistributedTrainer
+from kvstore_hvd.mxnet.sharded import ShardedTrainer
+from kvstore_hvd.store.kvstore import Horovod
+from kvstore_hvd.world import process
+
+# What rank 0 tells of the checkpoint that it has found.
+_RESUMED = "trained_epoch", "trained_batch"
+
+
+class DistributedEstimator(library.Estimator):
+    """MXNet's Estimator, for a Trainer that sums over workers; every worker calls `fit` and `evaluate`.
+
+    - A step divides by the samples of all workers, with a `DistributedTrainer` and with ``kvstore='horovod'``. Without
+      a Trainer it makes a `DistributedTrainer` with MXNet's default optimizer.
+    - Metrics become those of all workers (`DistributedMetric`), also the objects that the program has passed. During
+      an evaluation they show this worker's samples until its end, so workers may have different numbers of batches.
+    - If a handler of any worker stops the training, all stop after this batch, or epoch. That costs one small operation
+      after each batch, or epoch, where a handler of the program or an EarlyStoppingHandler may stop.
+    - Running statistics are averaged, by the samples of each worker, before an evaluation and a checkpoint,
+      and after `fit`.
+    - A CheckpointHandler writes on rank 0. It resumes with rank 0's files on all workers.
+    - Other ranks than 0 log warnings only.
+
+    In `fit` all workers have the same number of batches: use a `DistributedSampler`.
+
+    Parameters
+    ----------
+    *args, **kwargs
+        As MXNet's ``Estimator``.
+    verbose : bool
+        Whether all ranks log.
+
+    Raises
+    ------
+    MismatchError
+        By `fit`, on all workers: they have other numbers of batches, epochs, handlers or metrics.
+    """
+
+    def __init__(self, *args: Any, verbose: bool = False, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._verbose, self._is_evaluating = verbose, False
+        self._samples = 0  # of this worker since running statistics were averaged
+        for metric in (*self.train_metrics, *self.val_metrics):
+            metrics.distribute(metric)
+
+    def fit(self, train_data: Any, *args: Any, **kwargs: Any) -> None:
+        """As MXNet's; every worker calls it."""
+        if not self._verbose:
+            self.logger.setLevel(logging.INFO if process.current().topology.rank == 0 else logging.WARNING)
+        self._batches = len(train_data)
+        super().fit(train_data, *args, **kwargs)
+        self.average_running_statistics()
+
+    def evaluate(self, val_data: Any, *args: Any, **kwargs: Any) -> None:
+        """As MXNet's; every worker calls it, with its share of the samples."""
+        self.average_running_statistics()
+        self._is_evaluating = True
+        try:
+            with metrics.of_this_worker(self.val_metrics):
+                super().evaluate(val_data, *args, **kwargs)
+        finally:
+            self._is_evaluating = False
+
+    def average_running_statistics(self) -> None:
+        """`average_running_statistics` of the network, weighted by the samples since the last call."""
+        samples, self._samples = self._samples, 0
+        average_running_statistics(self.net, samples)
+
+    def _check_trainer(self, trainer: Any) -> Any:
+        if not trainer:
+            text = "No trainer specified, default SGD optimizer with learning rate 0.001 is used."
+            warnings.warn(text, stacklevel=3)
+            trainer = DistributedTrainer(self.net.collect_params(), "sgd", {"learning_rate": 0.001})
+        return super()._check_trainer(trainer)
+
+    def _prepare_default_handlers(self, val_data: Any, event_handlers: Any) -> Any:
+        given = [event_handlers] if isinstance(event_handlers, library.event_handler.EventHandler) else event_handlers
+        own = [] if any(isinstance(each, library.GradientUpdateHandler) for each in given or ()) else [_Update()]
+        handlers = super()._prepare_default_handlers(val_data, [*(given or ()), *own])
+        self._check_alike(handlers)
+        for handler in handlers:
+            if isinstance(handler, library.CheckpointHandler):
+                vars(handler)["_save_params_and_trainer"] = functools.partial(_save, handler)
+                vars(handler)["_save_symbol"] = functools.partial(_save_symbol, handler)
+        return handlers
+
+    def _check_alike(self, handlers: Iterable[Any]) -> None:
+        own = {
+            "batches in an epoch": self._batches,
+            "epochs": self.max_epoch,
+            "batches": self.max_batch,
+            "handlers": ", ".join(type(each).__name__ for each in handlers),
+            "metrics": ", ".join(each.name for each in (*self.train_metrics, *self.val_metrics)),
+        }
+        everybody = allgather_object(own, "kvstore_hvd.estimator/fit")
+        for what, here in own.items():
+            if any(each[what] != here for each in everybody):
+                details = [f"rank {rank}: {each[what]}" for rank, each in enumerate(everybody)]
+                fix = "take the samples from a hvd.DistributedSampler; pass the same arguments on every worker."
+                where = process.current().topology.prefix
+                text = message(f"workers have different {what}.", **where, operation="fit", details=details, fix=fix)
+                raise MismatchError(text)
+
+    def _categorize_handlers(self, event_handlers: Any) -> Any:
+        train_begin, epoch_begin, batch_begin, batch_end, epoch_end, train_end = super()._categorize_handlers(
+            event_handlers
+        )
+        if self._is_evaluating:
+            epoch_end = [_EndOfEvaluation(), *epoch_end]
+        else:
+            train_begin = [
+                _Resume(each) if isinstance(each, library.CheckpointHandler) else each for each in train_begin
+            ]
+            batch_end, epoch_end = [_Agreed(batch_end, "batch_end")], [_Agreed(epoch_end, "epoch_end")]
+        return train_begin, epoch_begin, batch_begin, batch_end, epoch_end, train_end
+
+
+class _Update(library.GradientUpdateHandler):
+    """Divides by the samples of all workers."""
+
+    def batch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
+        trainer = estimator.trainer
+        store = mxnet_compat.store_in(trainer)
+        is_sum = isinstance(store, Horovod) and not isinstance(trainer, DistributedTrainer)
+        trainer.step(_samples_of(kwargs["loss"]) * (store.num_workers if is_sum else 1))
+
+
+def _samples_of(loss: Any) -> int:
+    return sum(each.shape[0] if each.shape else 1 for each in (loss if isinstance(loss, list) else [loss]))
+
+
+class _EndOfEvaluation:
+    def epoch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
+        metrics.of_all_workers(estimator.val_metrics)
+
+
+class _Agreed:
+    """Handlers of an event after which all workers stop if one does."""
+
+    def __init__(self, handlers: Sequence[Any], event: str) -> None:
+        self._handlers, self._event = handlers, event
+        self._may_stop = any(_may_stop(type(each), event) for each in handlers)
+
+    def batch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> bool:
+        estimator._samples += _samples_of(kwargs["loss"])
+        return self._call(estimator, *args, **kwargs)
+
+    def epoch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> bool:
+        return self._call(estimator, *args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> bool:
+        stops = [bool(getattr(each, self._event)(*args, **kwargs)) for each in self._handlers]
+        if not self._may_stop:
+            return any(stops)
+        return bool(numpy_ops.allreduce(np.array([any(stops)], np.int32), f"kvstore_hvd.estimator/{self._event}")[0])
+
+
+def _may_stop(kind: Any, event: str) -> bool:
+    """Whether the decision of a handler of this class may differ between workers."""
+    is_of_mxnet = getattr(kind, event).__module__.startswith("mxnet.")
+    return not (is_of_mxnet or kind is _Update) or (
+        event == "epoch_end" and issubclass(kind, library.EarlyStoppingHandler)
+    )
+
+
+class _Resume:
+    """A CheckpointHandler at the beginning: rank 0 looks for its files."""
+
+    def __init__(self, handler: Any) -> None:
+        self._handler = handler
+
+    def train_begin(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
+        handler, is_root = self._handler, process.current().topology.rank == 0
+        with mxnet_compat.holding(handler, resume_from_checkpoint=handler.resume_from_checkpoint and is_root):
+            handler.train_begin(estimator, *args, **kwargs)
+        if not handler.resume_from_checkpoint:
+            return
+        found = {name: vars(handler).get(name) for name in _RESUMED}, estimator.max_epoch, estimator.max_batch
+        numbers, estimator.max_epoch, estimator.max_batch = broadcast_object(found)
+        vars(handler).update(numbers)
+        if numbers["trained_epoch"] != -1:
+            broadcast_parameters(estimator.net.collect_params())
+            broadcast_trainer_states(estimator.trainer)
+
+
+def _save(handler: Any, estimator: Any, file_prefix: str) -> None:
+    """Write the files of a checkpoint on rank 0; every worker calls it."""
+    estimator.average_running_statistics()
+    if process.current().topology.rank == 0:
+        type(handler)._save_params_and_trainer(handler, estimator, file_prefix)
+    elif isinstance(estimator.trainer, ShardedTrainer):
+        estimator.trainer._updaters[0].whole_states()
+
+
+def _save_symbol(handler: Any, estimator: Any) -> None:
+    if process.current().topology.rank == 0:
+        type(handler)._save_symbol(handler, estimator)
+
+
+class CommitHandler(library.BatchEnd, library.EpochEnd):
+    """Commits an elastic state during `DistributedEstimator.fit`, and counts its epochs.
+
+    After an epoch ``state.epoch`` is one more, if the state has it; pass ``epochs=total - state.epoch`` to `fit`. A
+    sampler in ``state.sampler`` records the batches and begins the epochs.
+
+    Parameters
+    ----------
+    state : kvstore_hvd.elastic.State
+    batch_period : int or None
+        Batches from one commit to the next; None: at the ends of epochs only.
+    priority : float
+        As of other handlers: later than the update and the metrics.
+    """
+
+    def __init__(self, state: Any, batch_period: int | None = 1, priority: float = 1000) -> None:
+        self.state, self.batch_period, self.priority = state, batch_period or math.inf, priority
+        self._batches = 0
+
+    def batch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
+        """Record the batch, and commit if it is time."""
+        sampler = getattr(self.state, "sampler", None)
+        if isinstance(sampler, DistributedBatchSampler):
+            sampler.record_batch()
+        elif sampler is not None:
+            sampler.record_batch(0, _samples_of(kwargs["loss"]))
+        self._batches += 1
+        if self._batches % self.batch_period == 0:
+            self.state.commit()
+
+    def epoch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
+        """Begin the next epoch, and commit."""
+        if hasattr(self.state, "epoch"):
+            self.state.epoch += 1
+            if getattr(self.state, "sampler", None) is not None:
+                self.state.sampler.set_epoch(self.state.epoch)
+        self.state.commit()

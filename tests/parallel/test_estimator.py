@@ -1,0 +1,180 @@
+"""`DistributedEstimator`: one training by all workers, whatever their handlers see."""
+
+import logging
+import os
+
+import numpy as np
+import pytest
+
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd.errors import MismatchError
+from support.gluon import is_mxnet_2
+
+mx = pytest.importorskip("mxnet")
+from mxnet.gluon.contrib import estimator as library  # noqa: E402
+
+gluon = mx.gluon
+metric = gluon.metric if is_mxnet_2() else mx.metric
+
+pytestmark = [pytest.mark.sizes, pytest.mark.filterwarnings("ignore")]
+
+SAMPLES, BATCH = 48, 4
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """A folder that all workers have."""
+    return hvd.broadcast_object(str(tmp_path))
+
+
+def data_of(count, seed=0):
+    draw = np.random.RandomState(seed)
+    values = draw.normal(size=(count, 6)).astype(np.float32)
+    return gluon.data.ArrayDataset(values, (values[:, 0] > 0).astype(np.float32))
+
+
+def loader_of(dataset, last="pad"):
+    sampler = hvd.DistributedSampler(len(dataset), shuffle=False, last=last)
+    return gluon.data.DataLoader(dataset, BATCH, sampler=sampler)
+
+
+def estimator_of(kind="DistributedTrainer", rate=0.1, net=None, **options):
+    if net is None:
+        net = gluon.nn.HybridSequential()
+        net.add(
+            gluon.nn.Dense(8, activation="relu", in_units=6),
+            gluon.nn.BatchNorm(in_channels=8),
+            gluon.nn.Dense(2, in_units=8),
+        )
+        net.initialize(mx.init.Xavier())
+        hvd.broadcast_parameters(net.collect_params())
+    arguments = net.collect_params(), "sgd", {"learning_rate": rate}
+    if kind == "store":
+        trainer = gluon.Trainer(*arguments, kvstore="horovod")
+    else:
+        trainer = getattr(hvd, kind)(*arguments) if kind else None
+    return hvd.DistributedEstimator(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer=trainer, **options)
+
+
+def values_of(estimator):
+    params = estimator.net.collect_params()
+    return [params[name].data().asnumpy() for name in sorted(params)]
+
+
+def assert_equal_everywhere(estimator):
+    for everywhere in zip(*hvd.allgather_object(values_of(estimator))):
+        assert all((each == everywhere[0]).all() for each in everywhere)
+
+
+@pytest.mark.parametrize("kind", ["DistributedTrainer", "store", "ShardedTrainer", None])
+def test_a_training(rank, size, kind):
+    """Parameters, running statistics and metrics are the same everywhere; validation sets may be uneven."""
+    estimator = estimator_of(kind, train_metrics=[metric.Accuracy()])
+    held_out = data_of(4 * size + 1, seed=1)
+    estimator.fit(loader_of(data_of(SAMPLES)), loader_of(held_out, last="keep"), epochs=3)
+    assert_equal_everywhere(estimator)
+    name, accuracy = estimator.val_metrics[0].get()
+    assert name == "validation accuracy"
+    predicted = estimator.net(mx.np.array(held_out._data[0]) if is_mxnet_2() else mx.nd.array(held_out._data[0]))
+    expected = (predicted.asnumpy().argmax(axis=1) == held_out._data[1]).mean()
+    assert accuracy == pytest.approx(expected)
+    training = [each.get() for each in estimator.train_metrics]
+    assert hvd.allgather_object(training) == [training] * size
+
+
+def test_a_step_is_that_of_one_process(rank, size):
+    """A store sums, a DistributedTrainer averages: both divide by the samples of all workers."""
+    found = []
+    for kind in ("store", "DistributedTrainer"):
+        net = gluon.nn.Dense(1, in_units=6)
+        net.initialize(mx.init.Zero())
+        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, kvstore="horovod")
+        if kind == "DistributedTrainer":
+            trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
+        dataset = data_of(4 * size)
+        estimator = hvd.DistributedEstimator(net, gluon.loss.L2Loss(), trainer=trainer)
+        estimator.fit(loader_of(dataset), batches=1)
+        found.append(net.weight.data().asnumpy())
+        values, labels = dataset._data
+        gradient = (-labels[:, None] * values).mean(axis=0)
+        np.testing.assert_allclose(found[-1][0], -gradient, rtol=1e-4, atol=1e-6)
+    assert (found[0] == found[1]).all()
+
+
+class Stop(library.BatchEnd, library.EpochEnd):
+    """Of a program: stops at a batch or after an epoch, on one worker."""
+
+    def __init__(self, batch=None, epoch=None):
+        self.batch, self.epoch, self.batches, self.epochs = batch, epoch, 0, 0
+
+    def batch_end(self, estimator, *args, **kwargs):
+        self.batches += 1
+        return self.batches == self.batch
+
+    def epoch_end(self, estimator, *args, **kwargs):
+        self.epochs += 1
+        return self.epochs == self.epoch
+
+
+@pytest.mark.parametrize(("batch", "epoch", "batches"), [(2, 1, 2), (None, 2, 2 * -(-SAMPLES // BATCH))])
+def test_all_stop_when_one_does(rank, size, batch, epoch, batches):
+    stop = Stop(batch, epoch) if rank == size - 1 else Stop()
+    estimator = estimator_of()
+    # MXNet goes on with the next epoch after a stop within one, unless that is stopped, too.
+    estimator.fit(loader_of(data_of(SAMPLES * size)), epochs=5, event_handlers=[stop])
+    assert stop.batches == batches
+    assert_equal_everywhere(estimator)
+
+
+def test_early_stopping_sees_all_samples(rank, size):
+    monitor = metric.Accuracy()
+    estimator = estimator_of(rate=0.0, val_metrics=[monitor])
+    handler = library.EarlyStoppingHandler(monitor=monitor, patience=1, mode="max")
+    loaders = loader_of(data_of(SAMPLES)), loader_of(data_of(3 * size + 1), last="keep")
+    estimator.fit(*loaders, epochs=9, event_handlers=[handler])
+    assert hvd.allgather_object(handler.current_epoch) == [handler.current_epoch] * size
+    assert 2 <= handler.current_epoch < 9
+
+
+@pytest.mark.parametrize("kind", ["DistributedTrainer", "ShardedTrainer"])
+def test_rank_0_writes_checkpoints_and_all_resume(rank, size, kind, shared, tmp_path):
+    folder = os.path.join(shared, "checkpoints") if rank == 0 else str(tmp_path / "empty")
+    if rank == 0:
+        os.makedirs(folder, exist_ok=True)
+    handlers = [library.CheckpointHandler(folder, resume_from_checkpoint=True, max_checkpoints=2)]
+    first = estimator_of(kind)
+    first.fit(loader_of(data_of(SAMPLES)), epochs=3, event_handlers=handlers)
+    assert (len([name for name in os.listdir(folder) if name.endswith(".params")]) == 2) == (rank == 0)
+    again = estimator_of(kind, net=first.net)
+    for parameter in again.net.collect_params().values():
+        parameter.set_data(parameter.data() * 0)
+    handlers, stop = [library.CheckpointHandler(folder, resume_from_checkpoint=True)], Stop()
+    again.fit(loader_of(data_of(SAMPLES)), epochs=5, event_handlers=[*handlers, stop])
+    assert stop.epochs == 2
+    assert_equal_everywhere(again)
+    assert any(each.any() for each in values_of(again))
+    assert again.trainer.optimizer.num_update == 5 * -(-SAMPLES // size // BATCH)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_rank_0_logs(rank, size, verbose):
+    estimator, seen = estimator_of(verbose=verbose), []
+    estimator.logger.addHandler(type("Seen", (logging.Handler,), {"emit": lambda self, record: seen.append(record)})())
+    estimator.fit(loader_of(data_of(SAMPLES)), epochs=1)
+    assert bool(seen) == (verbose or rank == 0)
+
+
+@pytest.mark.parametrize("what", ["batches in an epoch", "epochs", "handlers", "metrics"])
+def test_workers_that_differ(rank, size, what):
+    """All of them are told who has what, before the first step."""
+    if size == 1:
+        return
+    is_odd = rank == size - 1
+    dataset = data_of(SAMPLES * (2 if is_odd and what == "batches in an epoch" else 1))
+    metrics = [metric.Accuracy(), *([metric.F1()] if is_odd and what == "metrics" else [])]
+    estimator = estimator_of(train_metrics=metrics)
+    before = values_of(estimator)
+    handlers = [Stop()] if is_odd and what == "handlers" else []
+    with pytest.raises(MismatchError, match=f"fit: workers have different {what}.(\n|.)*rank {size - 1}: "):
+        estimator.fit(loader_of(dataset), epochs=3 if is_odd and what == "epochs" else 2, event_handlers=handlers)
+    assert all((one == other).all() for one, other in zip(before, values_of(estimator)))
