@@ -48,7 +48,16 @@ __all__ = [
 __all__ += _mpi_ops.__all__
 
 if TYPE_CHECKING:
-    from kvstore_hvd.gluon import *
+    from kvstore_hvd.gluon import (
+        CommitHandler,
+        DistributedBatchSampler,
+        DistributedEstimator,
+        DistributedMetric,
+        DistributedSampler,
+        average_running_statistics,
+        clip_global_norm,
+        shard,
+    )
     from kvstore_hvd.mxnet import elastic as elastic
     from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
     from kvstore_hvd.mxnet.sharded import ShardedTrainer
