@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.elastic.handlers import ParametersHandler, SamplerHandler, StagedHandler, StateHandler, drain
+from kvstore_hvd.elastic.handlers import (
+    ParametersHandler,
+    RandomHandler,
+    SamplerHandler,
+    StagedHandler,
+    StateHandler,
+    drain,
+)
 from kvstore_hvd.elastic.state import ObjectState, is_sampler
 from kvstore_hvd.elastic.trainers import TrainerHandler
 from kvstore_hvd.errors import InvalidRequestError, message
 
 Maker = Callable[[Any], StateHandler]
 Registry = list[tuple[type, Maker]]
+
+
+# The handler of the seed; no attribute can have this name.
+_NUMBERS = "random.numbers"
 
 
 class _Kind(type):
@@ -69,6 +81,10 @@ class GluonState(ObjectState):
     net : Block, ParameterDict or dict of Parameter, optional
         Parameters have been initialised; their shapes need not be known yet.
     trainer : mxnet.gluon.Trainer, optional
+    seed : int, optional
+        Makes random numbers repeatable: those of MXNet, ``numpy.random`` and ``random`` begin anew with each commit,
+        from the seed, the number of commits and the rank. A training that went on after a fault draws what it would
+        have drawn without, if it has as many workers as before. Equal on all workers.
     **kwargs
         Further ones of these, an `ElasticSampler`, values with a registered handler (see `get_handler_registry`), and
         any other attributes.
@@ -83,7 +99,7 @@ class GluonState(ObjectState):
 
     _handlers: dict[str, StateHandler]
 
-    def __init__(self, net: Any = None, trainer: Any = None, **kwargs: Any) -> None:
+    def __init__(self, net: Any = None, trainer: Any = None, seed: int | None = None, **kwargs: Any) -> None:
         self._handlers = {}
         values = {"net": net, "trainer": trainer, **kwargs}
         makers = {name: _maker_for(value) for name, value in values.items()}
@@ -92,7 +108,15 @@ class GluonState(ObjectState):
         for name, handler in handlers.items():
             self._add(name, handler.value)
         self._handlers.update(handlers)
+        if seed is not None:
+            self._handlers[_NUMBERS] = RandomHandler(operator.index(seed))
         self._add_left_out()
+
+    def commit(self) -> None:
+        """As of any `State`; and random numbers begin anew, see `seed`."""
+        if _NUMBERS in self._handlers:
+            self._handlers[_NUMBERS].advance()  # type: ignore[attr-defined]
+        super().commit()
 
     def _save(self) -> None:
         staged, others = self._by_name()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+import random
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from kvstore_hvd import log, mxnet_compat, native
 from kvstore_hvd.elastic.state import deep_copy, raise_on_all
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
 from kvstore_hvd.mxnet.functions import broadcast_object
+from kvstore_hvd.mxnet_compat import require_mxnet
 from kvstore_hvd.world import process
 
 #: All of a value but the values of its arrays; can be pickled.
@@ -154,6 +156,50 @@ class SamplerHandler(StagedHandler):
         present = vars(self.value)
         names = [name for name in ("shuffle", "seed", "global_batch_size") if name in present]
         return {"samples": self.value.length, **{name: present[name] for name in names}}
+
+
+class RandomHandler(StagedHandler):
+    """Handler of a seed: random numbers after a commit depend on the seed, the number of commits and the rank only."""
+
+    _saved = _spare = _commits = 0
+
+    def __init__(self, value: int) -> None:
+        super().__init__(value)
+        self.seed()
+
+    def advance(self) -> None:
+        """Begin the numbers of the next commit."""
+        self._commits += 1
+        self.seed()
+
+    def seed(self) -> None:
+        entropy = np.random.SeedSequence([self.value % 2**32, self._commits, process.current().topology.rank])
+        for_mxnet, for_numpy, for_python = entropy.generate_state(3).tolist()
+        require_mxnet().random.seed(for_mxnet % 2**31)
+        np.random.seed(for_numpy)
+        random.seed(for_python)
+
+    def stage(self) -> None:
+        self._spare = self._commits
+
+    def receive(self) -> None:
+        self._spare = broadcast_object(self._commits)
+
+    def adopt(self) -> None:
+        self._saved = self._spare
+
+    def restore(self) -> None:
+        self._commits = self._saved
+        self.seed()
+
+    def content(self) -> Any:
+        return self._saved
+
+    def misfit(self, content: Any) -> str:
+        return ""
+
+    def take(self, content: Any) -> None:
+        self._spare = content
 
 
 # -- Values that consist of many arrays ------------------------------------------------------------------------------

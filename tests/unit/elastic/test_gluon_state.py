@@ -1,5 +1,6 @@
 """`GluonState` in one process: what is saved of networks, Trainers and samplers, and that it comes back bit by bit."""
 
+import random
 from unittest.mock import Mock
 
 import numpy as np
@@ -341,3 +342,24 @@ def test_a_file_that_does_not_fit_changes_nothing(make, text, tmp_path):
     with pytest.raises(InvalidRequestError, match=f"state does not fit: .*{text}(.|\n)*Fix: "):
         state.load(tmp_path / "state")
     assert values(state.net) == before
+
+
+def test_random_numbers_are_those_of_the_commit():
+    """Whatever was drawn, and whether the state was restored in between; another seed has others."""
+
+    def drawn():
+        return float(mx.nd.random.uniform(shape=1).asscalar()), np.random.rand(), random.random()
+
+    runs = []
+    for seed, disturbed in ((5, False), (5, True), (6, False)):
+        state, seen = elastic.GluonState(seed=seed, step=0), []
+        for _ in range(4):
+            if disturbed:
+                drawn()
+                state.restore()
+            seen.append(drawn())
+            state.commit()
+        runs.append(seen)
+    assert runs[0] == runs[1]
+    assert not set(runs[0]) & set(runs[2])
+    assert len(set(runs[0])) == 4
