@@ -84,7 +84,10 @@ def joinable_for(thing: Any) -> Joinable:
         thing = exchange.joinable
     if not isinstance(thing, Joinable):
         fact = f"Join takes Joinables and Trainers of Gluon, not a {type(thing).__name__}."
-        raise InvalidTypeError(message(fact, fix="pass the Trainer itself: Join([trainer])."))
+        fix = "pass the Trainer itself: Join([trainer])."
+        if any(each.__name__ == "BaseModule" for each in type(thing).__mro__):
+            fix = "give a Module as many batches as on other workers, as by last_batch_handle='discard'; or use Gluon."
+        raise InvalidTypeError(message(fact, fix=fix))
     return thing
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import MismatchError
+from kvstore_hvd import Join
+from kvstore_hvd.errors import InvalidTypeError, MismatchError
 from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import assert_alike, is_mxnet_2, samples
@@ -146,3 +147,8 @@ def test_rescale_grad_of_an_optimizer(rank, size):
         assert len(found) == (factor == 0.3)
         assert all(f"1/batch_size/num_workers is {1 / (BATCH * size)}" in each for each in found)
         assert optimizer.rescale_grad == factor
+
+
+def test_a_join_takes_no_module(rank):
+    with pytest.raises(InvalidTypeError, match="not a Module(.|\n)*last_batch_handle='discard'"):
+        Join([bound(rank)[0]])
