@@ -24,6 +24,7 @@ KINDS = ("unit", "parallel", "integration", "hosts")
 TESTS = {
     "__main__": "unit/test_main",
     "elastic": "parallel/elastic integration/elastic_training",
+    "gluon": "parallel/metrics parallel/estimator parallel/training_helpers",
     "gpu": "parallel/gpu_ops test_gpu_kernels test_gpu_order",
     "horovod": "parallel/hvd_basics integration/unchanged_scripts",
     "join": "parallel/join parallel/hvd_join",

@@ -150,5 +150,5 @@ def test_rescale_grad_of_an_optimizer(rank, size):
 
 
 def test_a_join_takes_no_module(rank):
-    with pytest.raises(InvalidTypeError, match="not a Module(.|\n)*last_batch_handle='discard'"):
+    with pytest.raises(InvalidTypeError, match=r"not a Module(.|\n)*last_batch_handle='discard'"):
         Join([bound(rank)[0]])
