@@ -138,7 +138,7 @@ class ElasticSampler(EpochSampler):
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that samples of this worker (some of `indices`) were processed, each with all samples of its row.
 
-        A sample of another worker counts alone.
+        If there are samples of other workers among them, as in those that all workers have gathered, each counts alone.
 
         Raises
         ------
@@ -152,8 +152,10 @@ class ElasticSampler(EpochSampler):
         if unknown:
             fact = f"there is no sample {unknown[0]} in a dataset of {self.length}."
             raise self._error("record_indices", fact, "pass some of the sampler's indices.")
+        rows = [self._row_of.get(index) for index in found]
+        if None not in rows:
+            self._processed[self._rows[rows]] = True
         self._processed[found] = True
-        self._processed[self._rows[[self._row_of[index] for index in found if index in self._row_of]]] = True
 
     @property
     def processed_num(self) -> int:
