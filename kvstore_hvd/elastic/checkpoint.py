@@ -1,19 +1,19 @@
 """Checkpoints: the state of a training in a file, from which another job continues.
 
-The first line of a file has the format, the SHA-256 of the rest, and the number of parts. Then follow the lengths of
-the parts, in 8 bytes each, and the parts: a pickle, and the buffers of its arrays.
+The file is a ZIP archive that is not compressed. ``state.json`` has the format; ``NAME.params`` and ``NAME.states``
+have networks and Trainers as MXNet's own functions write and read them; ``state.pickle`` has all else.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import hashlib
 import io
+import json
 import os
 import pickle
 import time
-from collections.abc import Callable
+import zipfile
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvstore_hvd import log
@@ -21,30 +21,58 @@ from kvstore_hvd.base.files import keep_mode, open_alone
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
 
-_FORMAT = b"kvstore_hvd-state-1"
+_FORMAT = "kvstore_hvd state, version 2"
+_OLD = b"kvstore_hvd-state-1"  # how files of version 1 begin
 
 _state: Any = None  # the state that the job's checkpoint is of
 _is_written = True  # whether its last commit is in the file
 _tried = time.monotonic()  # when this process last wrote the file, or failed to
 
 
-def _parts(content: Any) -> list[Any]:
-    buffers: list[pickle.PickleBuffer] = []
+class Stored:
+    """Bytes of a value that lie in a file of the archive by themselves."""
+
+    def __init__(self, suffix: str, parts: Iterable[Any]) -> None:
+        # `name`, which the state gives it, and `suffix`: of the file.
+        self.name, self.suffix, self.parts = "", suffix, parts
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=5)
+        self.stored: dict[str, Stored] = {}
+
+    def persistent_id(self, value: Any) -> str | None:
+        if not isinstance(value, Stored):
+            return None
+        file = f"{value.name}{value.suffix}"
+        self.stored[file] = value
+        return file
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, archive: zipfile.ZipFile) -> None:
+        super().__init__(file)
+        self._archive = archive
+
+    def persistent_load(self, file: str) -> Stored:
+        return Stored("", [self._archive.read(file)])
+
+
+def _pickled(content: Any) -> tuple[bytes, dict[str, Stored]]:
+    """The pickle, and the files that it refers to."""
+    pickler = _Pickler(body := io.BytesIO())
     try:
-        body = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
+        pickler.dump(content)
     except Exception as error:
         fact, fix = f"the state cannot be written: {error}.", "keep what cannot be pickled outside of the state."
         raise InvalidRequestError(message(fact, operation="save", fix=fix)) from error
-    parts = [body, *(each.raw() for each in buffers)]
-    return [array.array("Q", map(len, parts)).tobytes(), *parts]
+    return body.getvalue(), pickler.stored
 
 
 def write(path: str | os.PathLike[str], content: Any) -> None:
     """Write a file as a whole or not at all: it replaces the last one once it is on the disk."""
-    path, parts = os.path.realpath(os.fsdecode(path)), _parts(content)
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
+    path, (body, stored) = os.path.realpath(os.fsdecode(path)), _pickled(content)
     if os.path.isdir(path):
         raise InvalidRequestError(message(f"{path} is a folder.", operation="save", fix="name a file."))
     unfinished = f"{path}.part"
@@ -58,9 +86,13 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
     with io.BufferedWriter(new) as file:
         try:
             keep_mode(file.fileno(), path)
-            file.write(b"%s %s %d\n" % (_FORMAT, digest.hexdigest().encode(), len(parts) - 1))
-            for part in parts:
-                file.write(part)
+            with zipfile.ZipFile(file, "w") as archive:
+                archive.writestr("state.json", json.dumps({"format": _FORMAT, "files": sorted(stored)}))
+                archive.writestr("state.pickle", body)
+                for name, each in stored.items():
+                    with archive.open(name, "w", force_zip64=True) as member:
+                        for part in each.parts:
+                            member.write(part)
             file.flush()
             os.fsync(file.fileno())
             os.replace(unfinished, path)
@@ -76,28 +108,23 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Any:
-    """The content of a file, after a check that it is whole."""
+    """The content of a file; its parts are checked by their checksums."""
     with open(path, "rb") as file:
-        words = file.readline(200).split()
-        if len(words) != 3 or words[0] != _FORMAT:
-            raise _refused(path, "is no checkpoint of this version of kvstore_hvd")
-        data = memoryview(bytearray(file.read()))
-    if hashlib.sha256(data).hexdigest().encode() != words[1]:
-        raise _refused(path, "is damaged: its checksum is wrong")
-    try:
-        begin = 8 * int(words[2])
-        parts, lengths = [], array.array("Q", data[:begin].tobytes())
-        for length in lengths:
-            parts.append(data[begin : begin + length])
-            begin += length
-        return pickle.loads(parts[0], buffers=parts[1:])
-    except Exception as error:
-        raise _refused(path, f"cannot be read: {error}") from error
+        if file.read(len(_OLD)) == _OLD:
+            raise _refused(path, "is of an older version", "go on with the kvstore_hvd that wrote it, and save there")
+        try:
+            with zipfile.ZipFile(file) as archive:
+                if json.loads(archive.read("state.json"))["format"] != _FORMAT:
+                    raise _refused(path, "is no checkpoint of this version of kvstore_hvd")
+                return _Unpickler(io.BytesIO(archive.read("state.pickle")), archive).load()
+        except InvalidRequestError:
+            raise
+        except Exception as error:
+            raise _refused(path, f"is damaged, or no checkpoint: {error}") from error
 
 
-def _refused(path: str | os.PathLike[str], what: str) -> InvalidRequestError:
-    fix = "load another file, or begin anew without it."
-    return InvalidRequestError(message(f"{os.fsdecode(path)} {what}.", operation="load", fix=fix))
+def _refused(path: str | os.PathLike[str], what: str, fix: str = "load another file, or begin anew without it") -> Any:
+    return InvalidRequestError(message(f"{os.fsdecode(path)} {what}.", operation="load", fix=f"{fix}."))
 
 
 # -- The checkpoint of a job ----------------------------------------------------------------------------------------
@@ -112,7 +139,7 @@ def resume(state: Any, *, is_newcomer: bool) -> str:
     if not callable(getattr(state, "_content", None)):
         fact = f"KVHVD_CHECKPOINT is set, but a {type(state).__name__} cannot be written to a file."
         raise InvalidTypeError(message(fact, operation="elastic.run", fix="use a GluonState or an ObjectState."))
-    _parts(state._content())  # a state that cannot be written is an error now
+    _pickled(state._content())  # a state that cannot be written is an error now
     _state = state
     if is_newcomer:
         return ""

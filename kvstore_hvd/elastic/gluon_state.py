@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import mxnet_compat
+from kvstore_hvd.elastic.checkpoint import Stored
 from kvstore_hvd.elastic.handlers import (
     ParametersHandler,
     RandomHandler,
@@ -158,7 +159,12 @@ class GluonState(ObjectState):
         super().restore()
 
     def _content(self) -> dict[str, Any]:
-        return {**super()._content(), "handlers": {name: each.content() for name, each in self._handlers.items()}}
+        contents = {name: each.content() for name, each in self._handlers.items()}
+        for name, content in contents.items():
+            for part in content if isinstance(content, tuple) else ():
+                if isinstance(part, Stored):
+                    part.name = name
+        return {**super()._content(), "handlers": contents}
 
     def _fault(self, content: dict[str, Any]) -> str:
         fault = super()._fault(content)

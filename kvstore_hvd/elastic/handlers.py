@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvstore_hvd import log, mxnet_compat, native
+from kvstore_hvd.elastic.checkpoint import Stored
 from kvstore_hvd.elastic.state import deep_copy, raise_on_all
 from kvstore_hvd.errors import InvalidRequestError, UnsupportedDtypeError, message
 from kvstore_hvd.mxnet.functions import broadcast_object
@@ -251,6 +252,11 @@ class Image:
         """Copy the values of arrays, one for each spec; waits for them."""
         mxnet_compat.read_into(arrays, self._places)
 
+    def values(self, number: int) -> Any:
+        """The bytes of an array, as a part of the memory."""
+        begin = self._places[number][0].value - self.memory.ctypes.data
+        return self.memory[begin : begin + self.specs[number].bytes]
+
     def write(self, arrays: Iterable[tuple[Any, int]]) -> None:
         """Overwrite arrays, each with the values of the given number."""
         for array, number in arrays:
@@ -322,14 +328,22 @@ class ArraysHandler(StagedHandler):
                 world.engine().run(native.Request("broadcast", *name, place, place, shape, "uint8"))
 
     def content(self) -> Any:
-        return self._saved.details, self._saved.specs, self._saved.memory
+        return self._saved.details, self._saved.specs, self._stored(self._saved)
 
     def take(self, content: Any) -> None:
         spare = self._spare
-        spare.details, specs, values = content
+        spare.details, specs, stored = content
         spare.fit(specs)
-        spare.memory[:] = values
+        self._unstore(stored.parts[0], spare)
         spare.own = self.own()
+
+    def _stored(self, image: Image) -> Stored:
+        """The values of an image as a file of MXNet."""
+        raise NotImplementedError
+
+    def _unstore(self, data: bytes, image: Image) -> None:
+        """Fill an image, which has its details and specs, from such a file."""
+        raise NotImplementedError
 
     def adopt(self) -> None:
         self._saved, self._spare = self._spare, self._saved
@@ -418,6 +432,16 @@ class ParametersHandler(ArraysHandler):
             mxnet_compat.zero_added_gradients(parameter)
         return targets
 
+    def _stored(self, image: Image) -> Stored:
+        names = _array_names(image.details)
+        arrays = {name: (*image.specs[at][:2], image.values(at)) for at, name in enumerate(names)}
+        return Stored(".params", mxnet_compat.parts_of_file(arrays))
+
+    def _unstore(self, data: bytes, image: Image) -> None:
+        arrays = mxnet_compat.arrays_of_file(data)
+        for at, name in enumerate(_array_names(image.details)):
+            image.values(at)[:] = arrays[name]
+
     def _parameters(self) -> dict[str, Any]:
         """The parameters by their names; to find the names takes longer than to find the parameters."""
         found = mxnet_compat.parameters_in(self.value)
@@ -451,6 +475,12 @@ def _arrays_of(name: str, parameter: Any) -> list[Any] | None:
         fix = "call initialize() before the state is made; sparse parameters cannot be saved."
         text = message("it has no values that could be saved.", operation="state", name=name, fix=fix)
         raise InvalidRequestError(text) from error
+
+
+def _array_names(details: Details) -> list[str]:
+    """The names of arrays in a file: those of parameters on the first device, and of others with a number."""
+    counts = details["devices"].items()
+    return [f"{name}@{device}" if device else name for name, count in counts for device in range(count or 0)]
 
 
 def _first_numbers(details: Details) -> dict[str, int]:

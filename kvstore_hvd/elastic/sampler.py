@@ -152,9 +152,8 @@ class ElasticSampler(EpochSampler):
         if unknown:
             fact = f"there is no sample {unknown[0]} in a dataset of {self.length}."
             raise self._error("record_indices", fact, "pass some of the sampler's indices.")
-        rows = [self._row_of.get(index) for index in found]
-        if None not in rows:
-            self._processed[self._rows[rows]] = True
+        if all(index in self._row_of for index in found):
+            self._processed[self._rows[[self._row_of[index] for index in found]]] = True
         self._processed[found] = True
 
     @property

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 import kvstore_hvd
 from kvstore_hvd import mxnet as hvd
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.elastic.handlers import Arrays, ArraysHandler, Details, Spec
+from kvstore_hvd.elastic.checkpoint import Stored
+from kvstore_hvd.elastic.handlers import Arrays, ArraysHandler, Details, Image, Spec
 from kvstore_hvd.elastic.state import deep_copy, named_copies
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.store.arrays import new_array
@@ -79,6 +84,28 @@ class TrainerHandler(ArraysHandler):
             # values; the others follow in the next step of all workers.
             deferred = set(self._spare.details["deferred"])
             self.value._params_to_init = [each for at, each in enumerate(self.value._params) if at in deferred]
+
+    def _stored(self, image: Image) -> Stored:
+        # As save_states() of MXNet: of the first device, which the others equal.
+        def array(place: _Place, _: Any) -> Any:
+            spec = image.specs[place.number]
+            made = new_array(spec.shape, spec.dtype, None, is_np=spec.is_np)
+            image.write([(made, place.number)])
+            return made
+
+        first = image.details["states"][0]
+        states = {index: _with_arrays(tree, None, array) for index, tree in first.items()}
+        optimizer = copy.copy(_innermost(self.value))
+        _replace(vars(optimizer), {**image.details["optimizer"], _NOT_SAVED: {}})
+        return Stored(".states", [pickle.dumps((states, optimizer))])
+
+    def _unstore(self, data: bytes, image: Image) -> None:
+        found: Arrays = []
+        for index, state in pickle.loads(data)[0].items():
+            _without_arrays(state, index, found)
+        for at in range(len(image.specs)):
+            values = found[at % len(found)][1].asnumpy()
+            image.values(at)[:] = np.ascontiguousarray(values).view(np.uint8).ravel()
 
     def reset(self) -> None:
         # What is live was saved or restored before, and belongs to the workers of the world before.

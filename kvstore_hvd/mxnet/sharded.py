@@ -5,8 +5,9 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, Optional
 
 import mxnet as mx
@@ -93,22 +94,54 @@ class ShardedUpdater(mx.optimizer.Updater):
             self._place, self._loads = (world.topology.rank, world.topology.size), [0] * world.topology.size
             self._prepared = {}
         self._share_out(index, weight)
-        mine, sent = [], []
         for key, gradient, whole in zip(index, grad, weight):
             prepared = self._prepared.get(key)
             if prepared is None or prepared.weight is not whole or prepared.gradient is not gradient:
-                prepared = self._prepared[key] = self._prepare(key, gradient, whole)
-            sent.append(prepared.exchange)
-            if prepared.own is None:
-                self.optimizer._update_count(key)
-            else:
-                mine.append((key, *prepared.own))
-        if mine:
-            super().__call__(*zip(*mine))
+                self._prepared[key] = self._prepare(key, gradient, whole)
+        for keys in self._at_once(index, weight):
+            mine = [(key, *own) for key in keys if (own := self._prepared[key].own) is not None]
+            with self._counting(keys):
+                if mine:
+                    super().__call__(*zip(*mine))
         adapter = world.mxnet_adapter()
         with world.submitting():
-            for exchange in sent:
-                adapter.exchange(*exchange)
+            for key in index:
+                adapter.exchange(*self._prepared[key].exchange)
+
+    @contextlib.contextmanager
+    def _counting(self, keys: Sequence[Any]) -> Iterator[None]:
+        """Within, the updates of parameters without a share here are counted when those around them are."""
+        # The rate of a schedule is that of the parameter with the most updates so far.
+        optimizer: Any = self.optimizer
+        place = {key: at for at, key in enumerate(keys)}
+        others = [key for key in reversed(keys) if self._prepared[key].own is None]
+        count = type(optimizer)._update_count
+
+        def counted(index: Any) -> None:
+            end = len(keys) if isinstance(index, (list, tuple)) else place[index]
+            while others and place[others[-1]] < end:
+                count(optimizer, others.pop())
+            count(optimizer, index)
+
+        optimizer._update_count = counted
+        try:
+            yield
+        finally:
+            del optimizer._update_count
+        for key in others:
+            count(optimizer, key)
+
+    def _at_once(self, index: Sequence[Any], weight: Sequence[Any]) -> list[list[Any]]:
+        """The parameters in the groups that MXNet's Updater gives to the optimizer together."""
+        optimizer = self.optimizer
+        if len({optimizer._index_update_count.get(key, optimizer.begin_num_update) for key in index}) == 1:
+            return [list(index)]  # all rates are those of the same update
+        most = max(1, optimizer.aggregate_num)
+        by_dtype: dict[Any, list[Any]] = {}
+        for key, each in zip(index, weight):
+            by_dtype.setdefault(None if most == np.inf else mxnet_compat.dtype_name(each), []).append(key)
+        size = len(index) if most == np.inf else most
+        return [keys[at : at + size] for keys in by_dtype.values() for at in range(0, len(keys), size)]
 
     def get_states(self, dump_optimizer: bool = False) -> Any:
         """As MXNet's, of all workers' shares; every worker calls it."""
@@ -164,7 +197,9 @@ class ShardedUpdater(mx.optimizer.Updater):
             if key in self.states:
                 first, end = self._own(key)
                 state = self.states.pop(key)
-                if end > first:
+                if end - first == each.size:
+                    self.states[key] = state
+                elif end > first:
                     self.states[key] = _each_array(state, lambda x: _part(x, first, end).copy())  # noqa: B023 - at once
 
     def _own(self, key: Any) -> tuple[int, int]:
@@ -174,7 +209,11 @@ class ShardedUpdater(mx.optimizer.Updater):
     def _prepare(self, key: Any, gradient: Any, weight: Any) -> _Prepared:
         store, whole, bounds = self._store, weight.as_nd_ndarray(), self._kvstore_hvd_shares[key]
         first, end = self._own(key)
-        own = (_part(gradient.as_nd_ndarray(), first, end), _part(whole, first, end)) if end > first else None
+        own: Optional[tuple[Any, Any]] = None
+        if end - first == whole.size:  # an optimizer may look at the shape
+            own = gradient, weight
+        elif end > first:
+            own = _part(gradient.as_nd_ndarray(), first, end), _part(whole, first, end)
         unit, counts = ITEM_BYTES[mxnet_compat.dtype_name(whole)], _counts(bounds)
         others = [rank for rank, count in enumerate(counts) if count and rank != self._place[0]]
         exchange = (
@@ -213,12 +252,13 @@ def _each_array(state: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _joined(pieces: Sequence[Any], shape: tuple[int, ...]) -> Any:
-    """The state of a parameter, of the states of its shares."""
+    """The state of a parameter, of the states of its shares; one that is not cut has a shape of its own."""
     if isinstance(pieces[0], (tuple, list)):
         return type(pieces[0])([_joined(each, shape) for each in zip(*pieces)])
     if not isinstance(pieces[0], np.ndarray):
         return pieces[0]
-    return mx.nd.array(np.concatenate(pieces).reshape(shape), dtype=pieces[0].dtype)
+    whole = np.concatenate(pieces).reshape(shape) if len(pieces) > 1 else pieces[0]
+    return mx.nd.array(whole, dtype=whole.dtype)
 
 
 def _refuse(fact: str, fix: str, **prefix: Any) -> NoReturn:

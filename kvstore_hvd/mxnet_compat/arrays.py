@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
+import struct
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from kvstore_hvd.mxnet_compat.hooks import require_mxnet
@@ -131,6 +133,45 @@ def write_from(x: Any, address: int, size: int) -> None:
     else:
         copy = base._LIB.MXNDArraySyncCopyFromCPU
         base.check_call(copy(x.handle, ctypes.c_void_p(address), ctypes.c_size_t(x.size)))
+
+
+# -- MXNet's files of arrays: src/ndarray/ndarray.cc, NDArray::Save -------------------------------------------------
+
+_LIST, _ARRAY, _ARRAY_OF_NP = 0x112, 0xF993FAC9, 0xF993FACA
+_DTYPES = ("float32", "float64", "float16", "uint8", "int32", "int8", "int64", "bool")
+_FLAGS = {name: flag for flag, name in enumerate((*_DTYPES, "int16", "uint16", "uint32", "uint64", "bfloat16"))}
+_SIZES = (4, 8, 2, 1, 4, 1, 8, 1, 2, 2, 4, 8, 2)  # bytes of an element, by flag
+
+
+def parts_of_file(arrays: Mapping[str, tuple[tuple[int, ...], str, Any]]) -> list[Any]:
+    """The bytes of a file that MXNet loads, of arrays by name: shape, dtype and values."""
+    parts: list[Any] = [struct.pack("<QQQ", _LIST, 0, len(arrays))]
+    for shape, dtype, values in arrays.values():
+        magic = _ARRAY if shape and all(shape) else _ARRAY_OF_NP  # only mx.np has others
+        head = struct.pack(f"<Iii{len(shape)}q", magic, 0, len(shape), *shape)
+        parts += [head, struct.pack("<iii", 1, 0, _FLAGS[dtype]), values]  # on cpu(0)
+    parts.append(struct.pack("<Q", len(arrays)))
+    for name in map(str.encode, arrays):
+        parts.append(struct.pack("<Q", len(name)) + name)
+    return parts
+
+
+def arrays_of_file(data: bytes) -> dict[str, memoryview]:
+    """The values of the arrays in a file of `parts_of_file`, by name."""
+    whole, at, values = memoryview(data), 24, []
+    for _ in range(struct.unpack_from("<Q", data, 16)[0]):
+        dims = struct.unpack_from("<i", data, at + 8)[0]
+        shape = struct.unpack_from(f"<{dims}q", data, at + 12)
+        at += 12 + 8 * dims
+        size = math.prod(shape) * _SIZES[struct.unpack_from("<i", data, at + 8)[0]]
+        values.append(whole[at + 12 : at + 12 + size])
+        at += 12 + size
+    names, at = [], at + 8
+    for _ in values:
+        length = struct.unpack_from("<Q", data, at)[0]
+        names.append(data[at + 8 : at + 8 + length].decode())
+        at += 8 + length
+    return dict(zip(names, values))
 
 
 # -- Autograd ---------------------------------------------------------------------------------------------------------

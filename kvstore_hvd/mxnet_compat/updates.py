@@ -108,17 +108,23 @@ def _read_call(
             scale = shared.pop("rescale_grad").handle.value
         if not name.startswith("multi_"):
             out, lrs, wds = [out], [_as_mxnet_reads(lr)], [_as_mxnet_reads(wd)]
-        numbers = _read_shared(states == 2, **shared) or (math.nan,)
+        numbers = _read_shared(states == 2, **{key: str(each) for key, each in shared.items()}) or (math.nan,)
         handles = [array.handle.value for array in arrays]
         zeros = [0.0] * len(lrs)
         steps = step_count if bias_correction and step_count else zeros
         how = [(*each, *numbers) for each in zip(lrs, wds, etas or zeros, steps)]
+        is_usual = _are_usual(lrs) and _are_usual(wds) and _are_usual(etas) and (steps is zeros or all(steps))
     except (AttributeError, KeyError, TypeError):
         return None
     stride = 2 + states + is_mixed
     is_in_place = 0 < len(out) == len(how) and all(one is other for one, other in zip(out, arrays[::stride]))
-    is_usual = is_in_place and len(handles) == stride * len(how) and not any(map(math.isnan, how[0]))
+    is_usual = is_usual and is_in_place and len(handles) == stride * len(how) and not any(map(math.isnan, numbers))
     return (handles, how, is_mixed, scale) if is_usual else None
+
+
+def _are_usual(numbers: Sequence[Any]) -> bool:
+    """Whether MXNet reads a list of numbers as they are: finite ones, as float32 has them."""
+    return all(abs(each) <= _LARGEST and not isinstance(each, bool) for each in numbers)
 
 
 def _has_lists(name: str) -> bool:
@@ -127,16 +133,17 @@ def _has_lists(name: str) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read_shared(has_moments: bool, **given: Any) -> Optional[tuple[float, ...]]:
+def _read_shared(has_moments: bool, **given: str) -> Optional[tuple[float, ...]]:
     """Numbers that count for all parameters of a call, in the order of `LocalOperations.update`; None for others."""
     shared = {"rescale_grad": 1.0, "clip_gradient": -1.0, "momentum": 0.0}
     shared |= {"beta1": 0.0, "beta2": 0.0, "epsilon": 0.0, "lower_bound": -1.0, "upper_bound": -1.0}
     needed = {"beta1", "beta2", "epsilon"} if has_moments else set()
     if not needed <= given.keys() <= shared.keys():
         return None
-    return tuple(_as_mxnet_reads(given.get(key, default)) for key, default in shared.items())
+    return tuple(_read(given.get(key, str(default))) for key, default in shared.items())
 
 
+_LARGEST = 3.4028234e38
 _NUMBER = re.compile(r"(-?)(\d{1,15})(?:\.(\d+))?(?:e([+-])(\d\d))?")
 
 

@@ -85,7 +85,9 @@ char* LinkChunks::sum_of(const Chunk& chunk) {
 }
 
 LinkChunks::Bytes LinkChunks::slice_of(const Chunk& chunk, int host) const {
-  const std::uint64_t bytes = chunk.entry.staged_bytes / (chunk.is_narrow ? 2 : 1);
+  // Not the rest of the last line: an array may go on there.
+  const Piece& last = chunk.entry.pieces[chunk.entry.n_pieces - 1];
+  const std::uint64_t bytes = (last.staged + last.bytes) / (chunk.is_narrow ? 2 : 1);
   if (chunk.is_whole) return {0, bytes};
   const std::uint64_t lines = (bytes + kLine - 1) / kLine, hosts = static_cast<std::uint64_t>(world_.hosts);
   const std::uint64_t h = static_cast<std::uint64_t>(host);

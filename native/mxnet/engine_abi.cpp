@@ -246,7 +246,8 @@ View Api::open(Handle array) const {
 void Api::wait_to_read(Handle array) const { check(wait_to_read_(array)); }
 
 void Api::on_all_threads(const std::function<void(int thread, int threads)>& part) const {
-  if (parallel_ == nullptr) return part(0, 1);
+  // A forked child has none of its parent's threads.
+  if (parallel_ == nullptr || process_id() != owner_) return part(0, 1);
   const auto call = [&] { part(thread_(), threads_()); };
   parallel_([](void* with) { (*static_cast<decltype(&call)>(with))(); },
             const_cast<void*>(static_cast<const void*>(&call)), 0, 0);

@@ -186,6 +186,7 @@ class Api : public std::enable_shared_from_this<Api> {
   int (*to_dlpack_)(void*, void**) = nullptr;
   int (*delete_dlpack_)(void*) = nullptr;
   int (*from_dlpack_)(void*, bool, void**) = nullptr;
+  const pid_t owner_ = process_id();
   // Of libgomp, which MXNet's wheels use; null in a build with another OpenMP.
   void (*parallel_)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
   int (*thread_)() = nullptr;

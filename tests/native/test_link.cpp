@@ -85,16 +85,18 @@ const bool late = testing::add("a result that comes after its sum has failed cha
   with_hosts({{0}, {1}}, body, std::chrono::seconds(2), std::size_t{16} << 20, {}, {}, watch);
 });
 
-const bool again = testing::add("an array may be changed as soon as its sum is there", [] {
-  constexpr std::size_t kCount = 100000;
+const bool again = testing::add("an array may be changed as soon as its sum is there, and what follows it stays", [] {
+  constexpr std::size_t kCount = 100003, kMore = 13;
   const auto body = [&](Engine& engine, int rank) {
     Arena arena(engine.segment(), engine.local_rank());
-    auto* const array = static_cast<float*>(arena.allocate(kCount * sizeof(float)));
+    auto* const array = static_cast<float*>(arena.allocate((kCount + kMore) * sizeof(float)));
+    std::fill_n(array + kCount, kMore, 7.0F);
     for (int i = 0; i < 50; ++i) {
       std::fill_n(array, kCount, static_cast<float>(i + rank));
       check(engine.run(allreduce("x", array, kCount)).ok(), "the sum");
       const auto sum = static_cast<float>(2 * i + 1);
       check(std::count(array, array + kCount, sum) == kCount, "of values that have changed");
+      check(std::count(array + kCount, array + kCount + kMore, 7.0F) == kMore, "what follows");
     }
   };
   with_hosts({{0}, {1}}, body, std::chrono::seconds(60), std::size_t{1} << 20);

@@ -58,6 +58,56 @@ def test_bits_with_inference_between_the_steps(small_cuts, rank, name, optimizer
     assert values[0] == values[1]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "lamb"])
+def test_rates_of_a_schedule_where_parameters_have_other_counts(small_cuts, optimizer):
+    """As in a fine-tuning: a layer is left out for some steps."""
+    values = []
+    for kind in ("DistributedTrainer", "ShardedTrainer"):
+        net = mlp(seed=5)
+        schedule = mx.lr_scheduler.FactorScheduler(1, 0.7, base_lr=0.1)
+        trainer = trainer_of(kind, net, optimizer, learning_rate=0.1, lr_scheduler=schedule)
+        for step in range(5):
+            with mx.autograd.record():
+                loss = sum((each.data() ** 2).sum() for each in parameters(net)[2 if step in (1, 2) else 0 :])
+            loss.backward()
+            trainer.step(1, ignore_stale_grad=True)
+        values.append(bits_of(net))
+    assert values[0] == values[1]
+
+
+class RowMeans(mx.optimizer.Optimizer):
+    """Of a program: looks at the shape of a weight, and keeps a state of another one."""
+
+    def create_state(self, index, weight):
+        return mx.nd.zeros(1)
+
+    def update(self, index, weight, grad, state):
+        several = isinstance(index, (list, tuple))
+        for i, w, g, s in zip(index, weight, grad, state) if several else [(index, weight, grad, state)]:
+            self._update_count(i)
+            weights, gradients = w.as_nd_ndarray(), g.as_nd_ndarray()
+            if weights.ndim > 1:
+                gradients = gradients - gradients.mean(axis=1, keepdims=True)
+            s[:] = s + 1
+            weights[:] = weights - self._get_lr(i) * gradients * s
+
+    update_multi_precision = step = update
+
+
+def test_an_optimizer_that_looks_at_whole_parameters(tmp_path):
+    values = []
+    for kind in ("DistributedTrainer", "ShardedTrainer"):
+        net = mlp(seed=5)
+        trainer = getattr(hvd, kind)(net.collect_params(), RowMeans(learning_rate=0.1))
+        for step in range(4):
+            train(net, trainer, batch_of(step))
+            if step == 1:
+                trainer.save_states(str(tmp_path / "states"))
+                trainer.load_states(str(tmp_path / "states"))
+        values.append(bits_of(net))
+    assert values[0] == values[1]
+
+
 @pytest.mark.parametrize(("optimizer", "kept"), [("adam", 2), ("sgd", 1)])
 def test_each_worker_keeps_its_share_of_the_states(size, optimizer, kept):
     net = network(mx.gluon.nn.Dense(300, in_units=400), mx.gluon.nn.Dense(100, in_units=300))

@@ -1,6 +1,7 @@
 """`GluonState` in one process: what is saved of networks, Trainers and samplers, and that it comes back bit by bit."""
 
 import random
+import zipfile
 from unittest.mock import Mock
 
 import numpy as np
@@ -342,6 +343,26 @@ def test_a_file_that_does_not_fit_changes_nothing(make, text, tmp_path):
     with pytest.raises(InvalidRequestError, match=f"state does not fit: .*{text}(.|\n)*Fix: "):
         state.load(tmp_path / "state")
     assert values(state.net) == before
+
+
+def test_a_checkpoint_has_files_of_mxnet(tmp_path):
+    """MXNet reads the parameters and the optimizer's states, as it does its own files."""
+    net = make_net()
+    trainer = make_trainer(net, "nadam")
+    train(net, trainer, 2)
+    complete(net, "nadam", trainer_of=lambda *_: trainer).save(tmp_path / "state")
+    with zipfile.ZipFile(tmp_path / "state") as archive:
+        archive.extractall(tmp_path / "files")
+    net.save_parameters(str(tmp_path / "own.params"))
+    written, own = (mx.nd.load(str(each)) for each in (tmp_path / "files" / "net.params", tmp_path / "own.params"))
+    assert written.keys() == own.keys()
+    assert all((written[name].asnumpy() == each.asnumpy()).all() for name, each in own.items())
+    other = make_net()
+    other.load_parameters(str(tmp_path / "files" / "net.params"))
+    assert values(other) == values(net)
+    again = make_trainer(other, "nadam")
+    again.load_states(str(tmp_path / "files" / "trainer.states"))
+    assert states(again) == states(trainer)
 
 
 def test_random_numbers_are_those_of_the_commit():

@@ -125,6 +125,23 @@ def test_threads_share_a_large_parameter():
     assert done.returncode == 0, done.stdout
 
 
+def test_a_forked_child_updates_a_large_parameter():
+    """It has none of the threads that its parent has used."""
+    program = (
+        "import os, kvstore_hvd, mxnet as mx\n"
+        "def first():\n"
+        "    weight = mx.nd.ones(200000)\n"
+        "    mx.optimizer.get_updater(mx.optimizer.create('sgd', learning_rate=0.5))(0, mx.nd.ones(200000), weight)\n"
+        "    return weight.asnumpy()[0]\n"
+        "assert first() == 0.5\n"
+        "child = os.fork()\n"
+        "if child == 0: os._exit(0 if first() == 0.5 else 1)\n"
+        "assert os.waitpid(child, 0)[1] == 0\n"
+    )
+    variables = {"MXNET_ENGINE_TYPE": "NaiveEngine", "OMP_NUM_THREADS": "2"}
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **variables}, timeout=60, check=True)
+
+
 def ones(*shape, **how):
     return mx.nd.ones(shape, **how)
 
@@ -154,10 +171,46 @@ def test_what_only_mxnet_understands_is_left_to_it(calls):
         update(weight, ones(1, 3), out=weight, lr=0.5)
     with pytest.raises(mx.base.MXNetError, match="lr"):
         update(weight, ones(3), out=weight)
+    calls.ours.clear()
+    update(usual, ones(3), out=usual, lr=0.5, clip_gradient=1)
+    with pytest.raises(mx.base.MXNetError, match="clip_gradient"):
+        update(weight, ones(3), out=weight, lr=0.5, clip_gradient=True)
+    assert calls.ours == {"sgd_update"}
+    calls.ours.clear()
     with mx.autograd.record():
         update(weight, ones(3), out=weight, lr=0.5)
     assert weight.asnumpy().tolist() == [0.5] * 3
     assert not calls.ours
+
+
+@pytest.mark.parametrize("rate", [float("nan"), float("inf"), 3.5e38, True, None])
+@pytest.mark.parametrize("which", ["lrs", "wds"])
+def test_lists_that_mxnet_refuses(calls, which, rate):
+    update = OWNERS[1 if V2 else 0].multi_sgd_update
+    weights = [ones(3), ones(3)]
+    given = {"lrs": [0.5, 0.5], "wds": [0.0, 0.0], "num_weights": 2, which: [0.5, rate]}
+    try:
+        update.__wrapped__(
+            weights[0].copy(), ones(3), weights[1].copy(), ones(3), out=[each.copy() for each in weights], **given
+        )
+    except mx.base.MXNetError:
+        with pytest.raises(mx.base.MXNetError):
+            update(weights[0], ones(3), weights[1], ones(3), out=weights, **given)
+        assert weights[0].asnumpy().tolist() == [1.0] * 3
+    assert not calls.ours
+
+
+def test_the_sign_of_zero(monkeypatch, calls):
+    """-0.0 is another number than 0.0, which was given before."""
+    found = []
+    for shown in (only_mxnets(monkeypatch, calls), contextlib.nullcontext()):
+        with shown:
+            for momentum in (0.0, -0.0):
+                update = OWNERS[1 if V2 else 0].sgd_mom_update
+                weight, state = ones(3), -ones(3)
+                update(weight, mx.nd.zeros(3), state, out=weight, lr=0.5, momentum=momentum)
+                found.append((weight.asnumpy().tobytes(), state.asnumpy().tobytes()))
+    assert found[:2] == found[2:]
 
 
 def test_a_failed_gradient_fails_its_weight(calls):
