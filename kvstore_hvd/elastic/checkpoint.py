@@ -120,7 +120,7 @@ def read(path: str | os.PathLike[str]) -> Any:
         except InvalidRequestError:
             raise
         except Exception as error:
-            raise _refused(path, f"is damaged, or no checkpoint: {error}") from error
+            raise _refused(path, f"is no checkpoint, or damaged: {error}") from error
 
 
 def _refused(path: str | os.PathLike[str], what: str, fix: str = "load another file, or begin anew without it") -> Any:

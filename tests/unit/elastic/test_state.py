@@ -166,7 +166,7 @@ def test_files_that_are_not_whole(tmp_path, monkeypatch):
     foreign = [good.replace(b"version 2", b"version 3", 1), b"kvstore_hvd-state-1 0 1\n", b"", b"\n"]
     for bad in (good[:-1], good[: len(good) // 2], *foreign):
         path.write_bytes(bad)
-        with pytest.raises(InvalidRequestError, match=r"is damaged|is no checkpoint|is of an older version"):
+        with pytest.raises(InvalidRequestError, match=r"is no checkpoint|is of an older version"):
             kept(tmp_path)
     refused = 0
     for at in range(len(good)):  # a byte may be one of a time, which nobody reads
