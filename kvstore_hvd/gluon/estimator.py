@@ -46,7 +46,8 @@ class DistributedEstimator(library.Estimator):
     - A CheckpointHandler writes on rank 0. It resumes with rank 0's files on all workers.
     - Other ranks than 0 log warnings only.
 
-    In `fit` all workers have the same number of batches: use a `DistributedSampler`.
+    In `fit` all workers have equally many samples: use a `DistributedSampler`, or a `DistributedBatchSampler`, whose
+    global batch a step is divided by.
 
     Parameters
     ----------
@@ -58,7 +59,7 @@ class DistributedEstimator(library.Estimator):
     Raises
     ------
     MismatchError
-        By `fit`, on all workers: they have other numbers of batches, epochs, handlers or metrics.
+        By `fit`, on all workers: they have other numbers of samples, batches, epochs, handlers or metrics.
     """
 
     def __init__(self, *args: Any, verbose: bool = False, **kwargs: Any) -> None:
@@ -72,7 +73,12 @@ class DistributedEstimator(library.Estimator):
         """As MXNet's; every worker calls it."""
         if not self._verbose:
             self.logger.setLevel(logging.INFO if process.current().topology.rank == 0 else logging.WARNING)
-        self._batches = len(train_data)
+        batches = getattr(train_data, "_batch_sampler", None)
+        self._batches, self._own_samples, self._global_batch_size = len(train_data), 0, 0
+        if isinstance(batches, DistributedBatchSampler):
+            self._global_batch_size = batches.global_batch_size
+        elif hasattr(batches, "_sampler"):
+            self._own_samples = len(batches._sampler)
         super().fit(train_data, *args, **kwargs)
         self.average_running_statistics()
 
@@ -112,6 +118,7 @@ class DistributedEstimator(library.Estimator):
     def _check_alike(self, handlers: Iterable[Any]) -> None:
         own = {
             "batches in an epoch": self._batches,
+            "samples in an epoch": self._own_samples,
             "epochs": self.max_epoch,
             "batches": self.max_batch,
             "handlers": ", ".join(type(each).__name__ for each in handlers),
@@ -121,7 +128,9 @@ class DistributedEstimator(library.Estimator):
         for what, here in own.items():
             if any(each[what] != here for each in everybody):
                 details = [f"rank {rank}: {each[what]}" for rank, each in enumerate(everybody)]
-                fix = "take the samples from a hvd.DistributedSampler; pass the same arguments on every worker."
+                fix = (
+                    "take the samples from hvd.DistributedSampler(last='pad'); pass the same arguments on every worker."
+                )
                 where = process.current().topology.prefix
                 text = message(f"workers have different {what}.", **where, operation="fit", details=details, fix=fix)
                 raise MismatchError(text)
@@ -146,8 +155,9 @@ class _Update(library.GradientUpdateHandler):
     def batch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
         trainer = estimator.trainer
         store = mxnet_compat.store_in(trainer)
-        is_sum = isinstance(store, Horovod) and not isinstance(trainer, DistributedTrainer)
-        trainer.step(_samples_of(kwargs["loss"]) * (store.num_workers if is_sum else 1))
+        workers = store.num_workers if isinstance(store, Horovod) else 1
+        samples = estimator._global_batch_size or _samples_of(kwargs["loss"]) * workers
+        trainer.step(samples / workers if isinstance(trainer, DistributedTrainer) else samples)
 
 
 def _samples_of(loss: Any) -> int:

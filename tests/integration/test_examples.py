@@ -81,11 +81,12 @@ def test_short_examples(run, name, expected):
     assert len(re.findall(expected, out)) >= 2, out
 
 
-def test_the_same_steps_whatever_becomes_of_the_workers(run, start):
+@pytest.mark.parametrize("name", ["constant_batch.py", "estimator_elastic.py"])
+def test_the_same_steps_whatever_becomes_of_the_workers(run, start, name):
     """Weights are those of one worker, but for rounding, also after two kills."""
     weights = re.compile(r"weights(( -?\d+\.\d+)+)")
-    alone = run("-np 1", example("constant_batch.py")).out
-    job = start("--min-np 1 --max-np 3 --blacklist-cooldown-range 1 1", example("constant_batch.py"))
+    alone = run("-np 1", example(name)).out
+    job = start("--min-np 1 --max-np 3 --blacklist-cooldown-range 1 1", example(name))
     for epoch in (5, 15):
         job.until_printed(f"epoch {epoch}\n")
         os.kill(int(re.findall(r"pid (\d+) is rank 1,", job.out)[-1]), signal.SIGKILL)

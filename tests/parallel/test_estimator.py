@@ -102,6 +102,26 @@ def test_a_step_is_that_of_one_process(rank, size):
     assert (found[0] == found[1]).all()
 
 
+def test_a_constant_batch_is_what_a_step_divides_by(rank, size):
+    """Also where workers have shares of other sizes."""
+    weights = []
+    for kind in ("store", "DistributedTrainer"):
+        net = gluon.nn.Dense(1, in_units=6)
+        net.initialize(mx.init.Zero())
+        arguments = net.collect_params(), "sgd", {"learning_rate": 1.0}
+        trainer = (
+            gluon.Trainer(*arguments, kvstore="horovod") if kind == "store" else hvd.DistributedTrainer(*arguments)
+        )
+        dataset = data_of(10)
+        batches = hvd.DistributedBatchSampler(len(dataset), 10, shuffle=False)
+        estimator = hvd.DistributedEstimator(net, gluon.loss.L2Loss(), trainer=trainer)
+        estimator.fit(gluon.data.DataLoader(dataset, batch_sampler=batches), batches=1)
+        weights.append(net.weight.data().asnumpy()[0])
+        values, labels = dataset._data
+        np.testing.assert_allclose(weights[-1], (labels[:, None] * values).mean(axis=0), rtol=1e-4, atol=1e-6)
+        assert_equal_everywhere(estimator)
+
+
 class Stop(library.BatchEnd, library.EpochEnd):
     """Of a program: stops at a batch or after an epoch, on one worker."""
 
@@ -165,13 +185,14 @@ def test_rank_0_logs(rank, size, verbose):
     assert bool(seen) == (verbose or rank == 0)
 
 
-@pytest.mark.parametrize("what", ["batches in an epoch", "handlers", "metrics"])
+@pytest.mark.parametrize("what", ["batches in an epoch", "samples in an epoch", "handlers", "metrics"])
 def test_workers_that_differ(rank, size, what):
     """All of them are told who has what, before the first step."""
     if size == 1:
         return
     is_odd = rank == size - 1
-    dataset = data_of(SAMPLES * (2 if is_odd and what == "batches in an epoch" else 1))
+    sizes = {"batches in an epoch": 2 * SAMPLES, "samples in an epoch": SAMPLES - size}
+    dataset = data_of(sizes.get(what, SAMPLES) if is_odd else SAMPLES)
     metrics = [metric.Accuracy(), *([metric.F1()] if is_odd and what == "metrics" else [])]
     estimator = estimator_of(train_metrics=metrics)
     before = values_of(estimator)
