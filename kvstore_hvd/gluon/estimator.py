@@ -73,7 +73,7 @@ class DistributedEstimator(library.Estimator):
         """As MXNet's; every worker calls it."""
         if not self._verbose:
             self.logger.setLevel(logging.INFO if process.current().topology.rank == 0 else logging.WARNING)
-        batches = getattr(train_data, "_batch_sampler", None)
+        batches: Any = getattr(train_data, "_batch_sampler", None)
         self._batches, self._own_samples, self._global_batch_size = len(train_data), 0, 0
         if isinstance(batches, DistributedBatchSampler):
             self._global_batch_size = batches.global_batch_size
