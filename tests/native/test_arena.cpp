@@ -1,8 +1,6 @@
 // Arenas; test_programs.cpp has collectives on arrays that lie in them.
-#include <signal.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,7 +11,6 @@
 
 #include "check.hpp"
 #include "ranks.hpp"
-#include "reduce/reduce.hpp"
 #include "shm/arena.hpp"
 #include "shm/world.hpp"
 
@@ -145,70 +142,6 @@ const bool not_isolated = testing::add("an arena of which the system makes no co
   others->world().arena(0)[1] = 7;
   check(array[1] == 7 && arena.allocate(1) != nullptr, "it is shared and used as before");
 });
-
-// Holds the ranks that write to rank 0's array: rank 0 until rank 1 is about to, and rank 1 until it may go on. Each
-// has a mapping of its own, whose pages refuse the first write.
-struct Held {
-  char* arrays[2];  // as the ranks see it
-  std::size_t bytes;
-  int arrived[2], go_on[2];  // pipes
-} held;
-
-void on_refused_write(int, siginfo_t* info, void*) {
-  const auto* const address = static_cast<const char*>(info->si_addr);
-  char byte = 0;
-  for (const int rank : {0, 1}) {
-    if (address < held.arrays[rank] || address >= held.arrays[rank] + held.bytes) continue;
-    if (rank == 1 && write(held.arrived[1], "12", 2) != 2) _exit(3);  // for rank 0, and for the test
-    if (read(rank == 1 ? held.go_on[0] : held.arrived[0], &byte, 1) != 1) _exit(4);
-    mprotect(held.arrays[rank], held.bytes, PROT_READ | PROT_WRITE);
-    return;
-  }
-  _exit(5);
-}
-
-const bool late_write =
-    testing::add("a rank that was stopped while it wrote changes no array of a failed operation", [] {
-      const auto segment = Segment::create(2, kArena), others = Segment::attach(segment->fd());
-      constexpr std::size_t kCount = std::size_t{4} << 20;
-      constexpr float kNew = -7;
-      Engine late(others, 1, thread_options());
-      Arena of_late(others, 1);
-      held.bytes = kCount * sizeof(float);
-      std::thread second;
-      {
-        Engine engine(segment, 0, thread_options());
-        const auto arena = std::make_shared<Arena>(segment, 0);
-        engine.protect(arena);
-        auto* const array = static_cast<float*>(arena->allocate(held.bytes));
-        std::fill_n(array, kCount, 1.0F);
-        held.arrays[0] = reinterpret_cast<char*>(array);
-        held.arrays[1] = others->world().arena(0) + (held.arrays[0] - segment->world().arena(0));
-        check(pipe(held.arrived) == 0 && pipe(held.go_on) == 0, "pipes");
-        struct sigaction action{}, before{};
-        action.sa_sigaction = on_refused_write;
-        action.sa_flags = SA_SIGINFO;
-        sigaction(SIGSEGV, &action, &before);
-        for (char* const its : held.arrays) mprotect(its, held.bytes, PROT_READ);
-
-        auto* const its_array = static_cast<float*>(of_late.allocate(held.bytes));
-        std::fill_n(its_array, kCount, 2.0F);
-        second =
-            std::thread([&late, request = allreduce("x", its_array, kCount)] { static_cast<void>(late.run(request)); });
-        const auto work = engine.submit(allreduce("x", array, kCount));
-        char byte = 0;
-        check(read(held.arrived[0], &byte, 1) == 1, "rank 1 writes");
-        engine.abort("nobody waits for rank 1");
-        check(engine.wait(*work).code() == ErrorCode::kTransport, work->status().text());
-        std::fill_n(array, kCount, kNew);
-        check(write(held.go_on[1], "", 1) == 1, "rank 1 goes on");
-        second.join();
-        check(its_array[0] == 3.0F || its_array[kCount - 1] == 3.0F, "rank 1 has summed nothing");
-        check(std::count(array, array + kCount, kNew) == kCount, "rank 1 has written to an array that is in use again");
-        sigaction(SIGSEGV, &before, nullptr);
-        for (const int fd : {held.arrived[0], held.arrived[1], held.go_on[0], held.go_on[1]}) close(fd);
-      }
-    });
 
 const bool dropped = testing::add("a forked child that drops the segment keeps what lies in its place", [] {
   if (thread_sanitizer()) return;

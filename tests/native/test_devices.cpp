@@ -14,8 +14,6 @@
 
 #include "check.hpp"
 #include "engine/device_queue.hpp"
-#include "engine/pipeline.hpp"
-#include "engine/tensor_table.hpp"
 #include "ranks.hpp"
 #include "reduce/reduce.hpp"
 #include "shm/world.hpp"
@@ -84,8 +82,6 @@ class DeviceThread {
           while (!stop_) {
             const auto batch = engine.take_batch(5ms);
             if (!batch) continue;
-            batches_.fetch_add(1);
-            largest_ = std::max(largest_.load(), batch->operations.size());
             device.carry_out(engine.rank(), *batch, [&] { return stop_ || !engine.health().ok(); });
             check(engine.end_batch(batch->number), "the batch was out");
           }
@@ -95,13 +91,8 @@ class DeviceThread {
     thread_.join();
   }
 
-  int batches() const { return batches_; }
-  std::size_t largest() const { return largest_; }
-
  private:
   std::atomic<bool> stop_{false};
-  std::atomic<int> batches_{0};
-  std::atomic<std::size_t> largest_{0};
   std::thread thread_;
 };
 
@@ -110,18 +101,11 @@ Request on_device(Request request) {
   return request;
 }
 
-void with_devices(int size, const std::function<void(Engine&, int, DeviceThread&)>& body) {
-  Device device(size);
-  with_world(size, [&](Engine& engine, int rank) {
-    DeviceThread thread(engine, device);
-    body(engine, rank, thread);
-    engine.shutdown();
-  });
-}
-
 const bool sums = testing::add("sums of any size, among others on the CPU, in any order of submission", [] {
   for (const int size : {1, 2, 3, 4}) {
-    with_devices(size, [&](Engine& engine, int rank, DeviceThread&) {
+    Device device(size);
+    with_world(size, [&](Engine& engine, int rank) {
+      const DeviceThread thread(engine, device);
       for (std::uint32_t seed = 0; seed < 40; ++seed) {
         std::mt19937 common(seed), own(seed * 977 + static_cast<std::uint32_t>(rank));
         std::vector<std::vector<float>> data;
@@ -151,29 +135,8 @@ const bool sums = testing::add("sums of any size, among others on the CPU, in an
                 "seed " + std::to_string(seed) + ": wrong bits in tensor " + std::to_string(t));
         }
       }
-    });
-  }
-});
-
-const bool fused = testing::add("what waits together is one batch, up to the threshold", [] {
-  for (const bool one_by_one : {false, true}) {
-    Device device(2);
-    const Thresholds thresholds = parse_thresholds(one_by_one ? "device_fusion=0" : "device_fusion=1048576");
-    const auto body = [&](Engine& engine, int rank) {
-      std::vector<std::vector<float>> data(20);
-      std::vector<std::shared_ptr<Work>> works;
-      for (std::size_t t = 0; t < data.size(); ++t) {
-        data[t] = values_of(rank, 100);
-        works.push_back(engine.submit(on_device(allreduce("t" + std::to_string(t), data[t]))));
-      }
-      check(barrier(engine).ok(), "barrier");  // all ranks have submitted everything
-      DeviceThread thread(engine, device);
-      for (const auto& work : works) check(engine.wait(*work).ok(), "wait");
-      check_equal(thread.largest() > 1, !one_by_one, "fused");
-      if (one_by_one) check_equal(thread.batches(), 20, "batches");
       engine.shutdown();
-    };
-    with_world(2, body, std::chrono::seconds(60), 0, thresholds);
+    });
   }
 });
 
@@ -249,30 +212,6 @@ const bool leaves =
       leave_while_the_other_is_busy(false);
       leave_while_the_other_is_busy(true);
     });
-
-const bool not_handed_over = testing::add("a rank that comes to a batch when the world is lost spares its device", [] {
-  const auto segment = Segment::create(2);
-  World& world = segment->world();
-  auto data = values_of(0, 10);
-  const auto request = std::make_shared<const Request>(on_device(allreduce("t", data)));
-  const WaitPolicy policy = WaitPolicy::for_engine(true);
-  const Standstills standstills;
-  Alarm alarms[] = {{world, 0, 10s}, {world, 1, 10s}};
-  const Messages messages[] = {{world, 0}, {world, 1}};
-  DeviceQueue queues[] = {{world, 0}, {world, 1}};
-  Pending pending[] = {{world, alarms[0], messages[0], standstills}, {world, alarms[1], messages[1], standstills}};
-  std::uint32_t slot = kNoSlot;
-  for (Pending& of : pending) slot = of.add(std::make_shared<Work>(request), false).slot;
-  const auto pipeline_of = [&](int rank) {
-    return std::make_unique<Pipeline>(world, alarms[rank], pending[rank], queues[rank], [](std::uint32_t) {});
-  };
-  check(pipeline_of(0)->advance(policy) && queues[0].holds(slot), "the first rank hands it over");
-  alarms[0].raise(ErrorCode::kTransport, "the test says so");
-  const auto late = pipeline_of(1);
-  while (late->drain(policy)) {
-  }
-  check(!queues[1].holds(slot), "the second one does not");
-});
 
 const bool not_begun = testing::add("nobody waits for a device that was spared a batch because the world is lost", [] {
   const auto segment = Segment::create(2);

@@ -37,7 +37,8 @@ std::uint32_t make_ready(World& world, const std::string& name, std::size_t coun
 
 // A world in which nothing is too small for a schedule, and rank 0's view of that.
 struct Scheduled {
-  explicit Scheduled(int size) : segment(Segment::create(size, 0, parse_thresholds("inlined=0,inlined_direct=0"))) {}
+  explicit Scheduled(int size, const std::string& more = "")
+      : segment(Segment::create(size, 0, parse_thresholds("inlined=0,inlined_direct=0" + more))) {}
   const std::shared_ptr<Segment> segment;
   World& world = segment->world();
   Alarm alarm{world, 0, std::chrono::seconds(10)};
@@ -124,7 +125,7 @@ const bool fusion = testing::add("small tensors are fused into one entry, in the
   }
 });
 
-const bool batches = testing::add("a batch of a device has one way to combine", [] {
+const bool batches = testing::add("a batch of a device has one way to combine, and no more than the threshold", [] {
   const std::pair<const char*, std::function<void(Slot&)>> all[] = {
       {"collective", [](Slot& one) { one.agreed.collective = Collective::kBroadcast; }},
       {"dtype", [](Slot& one) { one.agreed.dtype = DType::kInt32; }},
@@ -143,6 +144,10 @@ const bool batches = testing::add("a batch of a device has one way to combine", 
     Entry entry;
     check(schedule.fetch(0, entry) && entry.n_pieces == 2, what);
   }
+  auto [segment, world, alarm, schedule] = Scheduled(2, ",device_fusion=0");
+  for (const char* const name : {"one", "alike"}) make_ready(world, name, 10, 0, false, true);
+  Entry entry;
+  check(schedule.fetch(0, entry) && entry.n_pieces == 1, "beyond the threshold");
 });
 
 const bool devices =

@@ -97,55 +97,6 @@ const bool late_rank = testing::add("who waits names the late ranks, and a late 
   });
 });
 
-const bool many = testing::add("a late rank of a world of more than 64 on several hosts is named", [] {
-  if (thread_sanitizer()) return;
-  Placement placement(2);
-  for (int rank = 0; rank < 66; ++rank) placement[rank < 2 ? 0 : 1].push_back(rank);
-  std::atomic<bool> is_named{false};
-  with_hosts(placement, [&](Engine& engine, int rank) {
-    check(barrier(engine).ok(), "all have joined");
-    auto data = values_of(rank, 10);
-    if (rank == 65) check(until([&] { return is_named.load(); }), "rank 65 is late");
-    const auto work = engine.submit(allreduce("x", data));
-    const auto names_it = [&] {
-      const auto all = waiting(engine);
-      return all.size() == 1 && all[0].blamed.ranks == std::vector<int>{65};
-    };
-    if (rank == 0) is_named = check(until(names_it), "another one is blamed");
-    check(engine.wait(*work).ok(), work->status().text());
-  });
-});
-
-const bool patient = testing::add("for a patient operation a rank may wait for any time", [] {
-  std::atomic<bool> has_looked{false};
-  with_world(
-      2,
-      [&has_looked](Engine& engine, int rank) {
-        check(barrier(engine).ok(), "all have joined");
-        auto token = values_of(rank, 1), after = values_of(rank, 1);
-        if (rank == 0) {
-          const auto work = engine.submit(allreduce("~left", token));
-          std::this_thread::sleep_for(std::chrono::milliseconds(2500));
-          check(!work->done() && engine.health().ok(), "no timeout");
-          const auto all = waiting(engine);
-          check(all.size() == 1 && all[0].name == "~left", "who asks is told");
-          has_looked.store(true);
-          check(until([&] { return engine.is_met(*work); }), "until all have it");
-          check(engine.wait(*work).ok(), "it is over");
-        } else {
-          check(until([&] { return has_looked.load(); }), "rank 0 has waited for more than the timeout");
-          check(missed_names(engine).empty(), "nor is it missed");
-          const auto work = engine.submit(allreduce("~left", token));
-          const bool is_there = placement_of(2).size() > 1;  // the other host learns of it by a message
-          check(is_there ? until([&] { return engine.is_met(*work); }) : engine.is_met(*work),
-                "this rank was the last");
-          check(engine.wait(*work).ok(), "it is over");
-        }
-        check(engine.run(allreduce("after", after)).ok(), "the world goes on");
-      },
-      std::chrono::milliseconds(2000));
-});
-
 void do_more_afterwards(const Placement& placement, int rounds) {
   with_hosts(placement, [&](Engine& engine, int rank) {
     for (int round = 0; round < rounds; ++round) {
@@ -191,6 +142,29 @@ class Ghost {
   Alarm alarm_;
   TensorTable table_;
 };
+
+const bool many = testing::add("a late rank of a world of more than 64 is named", [] {
+  const auto segment = Segment::create(66);
+  Engine engine(segment, 0, thread_options());
+  auto data = values_of(0, 10);
+  static_cast<void>(engine.submit(allreduce("x", data)));
+  for (int rank = 1; rank < 65; ++rank) Ghost(*segment, rank).announce(allreduce("x", data));
+  const auto all = waiting(engine);
+  check(all.size() == 1 && all[0].blamed.ranks == std::vector<int>{65}, "rank 65 is late");
+  engine.abort("the test is over");
+});
+
+const bool patient = testing::add("a patient operation is told to who asks, and nobody misses it", [] {
+  const auto segment = Segment::create(2);
+  Ghost ghost(*segment, 1);
+  Engine engine(segment, 0, thread_options());
+  auto token = values_of(0, 1);
+  static_cast<void>(engine.submit(allreduce("~left", token)));
+  const auto all = waiting(engine);
+  check(all.size() == 1 && all[0].name == "~left", "who asks is told");
+  check(missed_names(ghost).empty(), "nor is it missed");
+  engine.abort("the test is over");
+});
 
 const bool inside = testing::add("a rank that stops inside the collective is the one to blame", [] {
   const auto segment = Segment::create(2);
@@ -270,28 +244,6 @@ const bool told = testing::add("a rank that waits for all of its operations says
   check(until([&] { return doing.waits == 0 && doing.text.read().empty(); }), "and no more");
 });
 
-const bool held_lock = testing::add("a peer that is stopped with the table's lock holds nobody up", [] {
-  const auto segment = Segment::create(2);
-  Engine engine(segment, 0, thread_options());
-  Ghost ghost(*segment, 1);
-  auto data = values_of(1, 10);
-  ghost.announce(allreduce("x", data));
-  check_equal(missed_names(engine).size(), std::size_t{1}, "missed");
-  SharedLock& lock = segment->world().table_lock;
-  check(lock.try_lock(1), "free");
-  check(!lock.try_lock(0), "taken");
-  check(!engine.missed(kMost).has_value(), "no answer");
-  // A first use of a name waits for the lock, and keeps that of the engine.
-  auto mine = values_of(0, 10);
-  std::thread submitter([&] { static_cast<void>(engine.submit(allreduce("y", mine))); });
-  check(until([&] { return !engine.waiting({}).has_value(); }), "no answer either");
-  lock.unlock();
-  submitter.join();
-  check_equal(missed_names(engine).size(), std::size_t{1}, "missed, again");
-  check_equal(waiting(engine).size(), std::size_t{1}, "y waits");
-  engine.abort("the test is over");
-});
-
 const bool ceased = testing::add("a call of MXNet that no look has seen of late is not believed to go on", [] {
   Activity activity;
   activity.set_line("train.py:3", {{1, false}});
@@ -315,14 +267,18 @@ struct Observer final : BlockingObserver {
   std::atomic<int> called{0};
 };
 
-const bool observed = testing::add("who may wait for a stopped peer is told before, also behind another thread", [] {
+const bool held_lock = testing::add("who may wait for a peer that is stopped with a lock is told before", [] {
   const auto segment = Segment::create(2);
   Engine engine(segment, 0, thread_options());
   Ghost ghost(*segment, 1);
   auto known = values_of(0, 10), first = values_of(0, 10), second = values_of(0, 10);
   static_cast<void>(engine.submit(allreduce("known", known)));
+  ghost.announce(allreduce("x", first));
+  check_equal(missed_names(engine).size(), std::size_t{1}, "missed");
   SharedLock& lock = segment->world().table_lock;
   check(lock.try_lock(1), "free");
+  check(!lock.try_lock(0), "taken");
+  check(!engine.missed(kMost).has_value(), "no answer");
   std::atomic<Observer*> at_the_table{nullptr}, at_the_engine{nullptr};
   const auto submit = [&](std::atomic<Observer*>& seen, const char* name, std::vector<float>& data) {
     Observer observer;
@@ -343,6 +299,8 @@ const bool observed = testing::add("who may wait for a stopped peer is told befo
   lock.unlock();
   one.join();
   two.join();
+  check_equal(missed_names(engine).size(), std::size_t{1}, "missed, again");
+  check(!waiting(engine).empty(), "the others wait");
   engine.abort("the test is over");
 });
 

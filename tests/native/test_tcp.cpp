@@ -1,5 +1,5 @@
 // TCP between hosts: messages of any size arrive whole, in order and where they belong, whoever is early; what ends;
-// and memory: what a transport gives back, and the lock of the tensor table when there is no more.
+// and that a transport gives its memory back.
 #include <fcntl.h>
 #include <unistd.h>
 
@@ -12,40 +12,26 @@
 #include <string>
 
 #include "check.hpp"
-#include "engine/tensor_table.hpp"
 #include "link/transport.hpp"
 #include "ranks.hpp"
-#include "shm/wait.hpp"
-#include "shm/world.hpp"
 
 namespace {
 
-// How many allocations of this thread succeed before one fails; less than 0: all of them do.
-thread_local int allocations_left = -1;
 std::atomic<std::ptrdiff_t> allocated{0};  // pieces, of all threads
 
-void* allocate(std::size_t bytes) {
-  if (allocations_left == 0) throw std::bad_alloc();
-  if (allocations_left > 0) --allocations_left;
+}  // namespace
+
+void* operator new(std::size_t bytes) {
   void* memory = std::malloc(bytes == 0 ? 1 : bytes);
   if (memory == nullptr) throw std::bad_alloc();
   ++allocated;
   return memory;
 }
-
-void give_back(void* memory) {
+void operator delete(void* memory) noexcept {
   if (memory != nullptr) --allocated;
   std::free(memory);
 }
-
-}  // namespace
-
-void* operator new(std::size_t bytes) { return allocate(bytes); }
-void* operator new[](std::size_t bytes) { return allocate(bytes); }
-void operator delete(void* memory) noexcept { give_back(memory); }
-void operator delete[](void* memory) noexcept { give_back(memory); }
-void operator delete(void* memory, std::size_t) noexcept { give_back(memory); }
-void operator delete[](void* memory, std::size_t) noexcept { give_back(memory); }
+void operator delete(void* memory, std::size_t) noexcept { operator delete(memory); }
 
 namespace kvstore_hvd {
 namespace {
@@ -233,36 +219,6 @@ const bool forked = testing::add("a forked child holds no connection, and its ow
   check(is_closed, "the child");
   check(fcntl(sockets[0][1], F_GETFD) >= 0, "the parent keeps it");
   close(sockets[1][0]);
-});
-
-const bool released = testing::add("whatever allocation fails, the table's lock is free again", [] {
-  const auto segment = Segment::create(2);
-  World& world = segment->world();
-  Alarm here(world, 0, std::chrono::seconds(1)), there(world, 1, std::chrono::seconds(1));
-  TensorTable table(world, here), other(world, there);
-  std::vector<float> data(6);
-  for (const char* name : {"a name that is too long to lie in a string", "another name that is too long for that"}) {
-    Request request = allreduce(name, data);
-    request.shape = {1, 2, 3};
-    const auto slot = other.find(name);
-    check(slot && other.announce(*slot, request) == TensorTable::Outcome::kWaiting, "the other rank waits");
-  }
-  int failed = 0;
-  for (bool done = false; !done;) {
-    allocations_left = failed;
-    std::optional<std::vector<Missed>> missed;
-    try {
-      missed = table.missed(64, true);
-      done = true;
-    } catch (const std::bad_alloc&) {
-      ++failed;
-    }
-    allocations_left = -1;
-    if (done) check_equal(missed.value_or(std::vector<Missed>{}).size(), std::size_t{2}, "what is missed");
-    if (!check(world.table_lock.try_lock(0), "after allocation " + std::to_string(failed))) return;
-    world.table_lock.unlock();
-  }
-  check(failed > 4, "allocations under the lock: " + std::to_string(failed));
 });
 
 const bool freed = testing::add("what was sent, has come, or is under way leaves nothing behind", [] {

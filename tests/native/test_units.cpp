@@ -7,6 +7,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/process.hpp"
@@ -78,25 +79,7 @@ const bool standstills = testing::add("what overlaps with times in which the pro
   check(pauses.between(at(0), at(2058)) < seconds(257 * 2), "no more of them are kept than matter");
 });
 
-const bool bounded = testing::add("names that are used once are forgotten, but not before their last turn", [] {
-  mxnet::Turns turns;
-  int steps = 0;
-  const std::uint64_t kept[] = {turns.take("kept"), turns.take("kept")};
-  for (std::size_t i = 0; i < 10 * mxnet::Turns::kKeptNames; ++i) {
-    const std::string name = "once/" + std::to_string(i);
-    turns.use(name, turns.take(name), [&] { ++steps; });
-  }
-  const std::uint64_t first = turns.take("other"), second = turns.take("other");
-  for (const std::uint64_t turn : kept) turns.use("kept", turn, [&] { ++steps; });
-  const int before = steps;
-  turns.use("other", second, [&] { check_equal(++steps, before + 2, "the second turn"); });
-  check_equal(steps, before, "nobody overtakes the first turn");
-  turns.use("other", first, [&] { check_equal(++steps, before + 1, "the first turn"); });
-  check_equal(steps, static_cast<int>(10 * mxnet::Turns::kKeptNames + 4), "steps");
-  check_equal(turns.names(), mxnet::Turns::kKeptNames, "names");
-});
-
-const bool from_threads = testing::add("any thread may use a turn, also of a name that is forgotten meanwhile", [] {
+const bool from_threads = testing::add("any thread may use a turn, in order, also of a name forgotten meanwhile", [] {
   constexpr int kThreads = 4, kRounds = 2000, kNames = 8;
   mxnet::Turns turns;
   for (std::size_t i = 0; i < mxnet::Turns::kKeptNames; ++i)
@@ -111,13 +94,16 @@ const bool from_threads = testing::add("any thread may use a turn, also of a nam
       const int i = static_cast<int>(random() % kNames);
       const std::string name = "name/" + std::to_string(i);
       int number = 0;
-      std::uint64_t turn = 0;
+      std::uint64_t own[2]{};
       {
         const std::lock_guard<std::mutex> lock(taking);
-        number = taken[i]++;
-        turn = turns.take(name);
+        number = std::exchange(taken[i], taken[i] + 2);
+        for (std::uint64_t& turn : own) turn = turns.take(name);
       }
-      turns.use(name, turn, [&steps, i, number] { steps[i].push_back(number); });
+      const int first = static_cast<int>(random() % 2);
+      for (const int one : {first, 1 - first}) {
+        turns.use(name, own[one], [&steps, i, number, one] { steps[i].push_back(number + one); });
+      }
     }
   });
   check_equal(turns.names(), mxnet::Turns::kKeptNames, "names");

@@ -128,15 +128,6 @@ def test_deferred_parameters_go_back_to_their_first_values():
     train(net, trainer, 1)
     state.restore()
     assert values(net) == trained
-    one, two = (network(nn.Dense(3), seed=seed) for seed in (1, 2))
-    state = GluonState(one)
-    state.net = two
-    two(array(data))
-    first = values(two)
-    scale(two, 2)
-    one(array(data))  # no part of the state any more
-    state.restore()
-    assert values(two) == first
 
 
 def test_gradients_and_the_loss_scale(tmp_path):
@@ -268,8 +259,6 @@ def test_refusals():
     net = nn.Dense(3, in_units=2)
     with pytest.raises(InvalidRequestError, match=r"state 'bias'(.|\n)*Fix: call initialize"):
         GluonState(net)
-    with pytest.raises(InvalidRequestError, match="'commit'"):
-        GluonState(commit=make_net())
     net = make_net([mx.cpu(0), mx.cpu(1)])
     trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="device", update_on_kvstore=True)
     train(net, trainer, contexts=[mx.cpu(0), mx.cpu(1)])
@@ -282,9 +271,9 @@ def test_refusals():
             GluonState({"table": table})
 
 
-def complete(net=None, optimizer="sgd", samples=40, trainer_of=make_trainer, **objects):
+def complete(net=None, optimizer="sgd", trainer_of=make_trainer, **objects):
     net = net or make_net()
-    sampler = ElasticSampler(range(samples))
+    sampler = ElasticSampler(range(40))
     return GluonState(net, trainer_of(net, optimizer), sampler=sampler, **{"epoch": 0, **objects})
 
 
@@ -329,9 +318,7 @@ def distributed(net, name):
         (lambda: complete(optimizer="nadam"), "the Trainer's optimizer is Nadam here, but SGD there"),
         (lambda: complete(trainer_of=partial), "the Trainer has 2 parameters here, but 8 there"),
         (lambda: complete(trainer_of=distributed), "is a DistributedTrainer here, but a Trainer of Gluon there"),
-        (lambda: complete(samples=41), "the sampler has samples=41 here, but 40 there"),
-        (lambda: complete(steps=0), "but the state has net"),
-        (lambda: GluonState(net=network(nn.Dense(3, in_units=2)), epoch=0), "it has net"),
+        (lambda: GluonState(net=network(nn.Dense(3, in_units=2)), epoch=0), "it has net.*, but the state has net"),
         (lambda: complete(network(nn.Dense(6, in_units=8))), "there are 2 parameters here and 8 there"),
         (lambda: complete(cast(make_net())), "dtype float16 instead of float32"),
     ],

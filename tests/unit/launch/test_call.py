@@ -85,9 +85,7 @@ def test_the_signature_is_horovods():
         ({"args": (threading.Lock(),)}, "the function or its arguments cannot be pickled: TypeError: cannot pickle"),
         ({"kwargs": [1]}, "args a tuple, kwargs a list"),
         ({"use_mpi": True}, "use_mpi and mpi_args cannot be honoured"),
-        ({"mpi_args": "-x A"}, "use_mpi and mpi_args cannot be honoured"),
         ({"min_np": 1, "min_num_proc": 2}, "min_num_proc is 2 and min_np is 1, which are the same option"),
-        ({"num_proc": 2, "np": 3}, "num_proc is 2 and np is 3, which are the same option"),
         ({"min_np": 1, "cooldown_range": (1, 2, 3)}, "expected two numbers of seconds"),
     ],
 )

@@ -62,7 +62,6 @@ def test_a_script_is_run_again_and_again(script):
 @pytest.mark.parametrize(
     ("code", "out", "errors", "fact"),
     [
-        (3, b"one\n", b"two\nthree\n", r"' exited with code 3; it says: two / three\."),
         (3, b"", b"1\n2\n3\n" + b"x" * 300, r"' exited with code 3; it says: 2 / 3 / x{200}\.\n"),
         (0, b"a b\n", b"", "printed are no hosts: 'a b' is not HOST:N"),
         (0, b"a\n\377b:2\nc\n", b"", r"printed are no hosts: '\\xffb:2' is not HOST:N"),

@@ -4,13 +4,12 @@ import contextlib
 import functools
 import json
 import random
-import socket
 import struct
 
 import pytest
 
 from kvstore_hvd import __version__
-from kvstore_hvd.base.channel import OF_DAEMON, TO_DAEMON, TO_WORKER, Channel, ChannelError, take
+from kvstore_hvd.base.channel import OF_DAEMON, TO_DAEMON, TO_WORKER, Channel, take
 from kvstore_hvd.launch import command
 from kvstore_hvd.launch.daemons import Daemons, _Daemon
 from kvstore_hvd.launch.driver import Driver
@@ -156,11 +155,7 @@ def test_a_daemon_that_says_nonsense_costs_its_host_only(monkeypatch, options):
 @pytest.mark.parametrize(
     "said",
     [
-        {"t": "out", "worker": 0, "fd": 1},
         {"t": "exited", "worker": 0, "code": 3},
-        {"t": "started", "worker": 0, "pid": 8},
-        {"t": "not_started", "worker": 0, "text": "", "errno": 0},
-        {"t": "from", "worker": 0, "message": {"t": "finished"}},
         {"t": "exited", "worker": 99, "code": 3},
         {"t": "exited", "worker": -1, "code": 3},
         {"t": "up", "pid": 8, "version": __version__},
@@ -184,30 +179,10 @@ def test_a_daemon_speaks_for_its_own_workers_and_comes_once(monkeypatch, options
         assert ("no memory" in told, "Fix: see ulimit" in told) == (True, not options)
 
 
-def test_messages_to_daemons_and_workers():
-    """What a daemon or a worker cannot use is no message to it; what is right arrives as it was sent."""
-    world = {"t": "world", "generation": 0, "job": "x", **WORLD}
-    for message in [
-        {"t": "start", "worker": -1, **START},
-        {"t": "to", "worker": 0, "message": world},
-        {"t": "signal", "worker": None, "signal": 9},
-        {"t": "ack", "bytes": 1},
-        {"t": "end", "text": ""},
-    ]:
-        rng = random.Random(message["t"])
+def test_what_is_right_arrives_as_it_was_sent():
+    world = {"t": "to", "worker": 0, "message": {"t": "world", "generation": 0, "job": "x", **WORLD}}
+    for message in ({"t": "start", "worker": -1, **START}, world, {"t": "signal", "worker": None, "signal": 9}):
         assert take(message, TO_DAEMON) == message
-        refused = 0
-        for _ in range(300):
-            ours, theirs = socket.socketpair()
-            channel = Channel(ours, TO_DAEMON)
-            with ours, theirs:
-                theirs.sendall(framed(mutated(message, rng)))
-                try:
-                    (received,) = channel.receive()
-                    assert take(received, TO_DAEMON) == received
-                except ChannelError:
-                    refused += 1
-        assert refused > 150, message["t"]
     for code in (-64, 255):  # the last signal
         assert take({"t": "exited", "worker": 0, "code": code}, OF_DAEMON)["code"] == code
     assert take({"t": "say", "text": "a\ud800\udce9"}, OF_DAEMON)["text"] == "a\\ud800\\udce9"

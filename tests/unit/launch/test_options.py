@@ -13,11 +13,9 @@ import pytest
 
 from kvstore_hvd import __version__
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.horovod.variables import Ranks
 from kvstore_hvd.launch import command, hosts
 from kvstore_hvd.launch.daemons import hosts_of_script
-from kvstore_hvd.launch.driver import environment_of
-from kvstore_hvd.launch.hosts import Slot, hosts_of_allocation, is_here, machine_of, shell_command, slots_of, travelling
+from kvstore_hvd.launch.hosts import hosts_of_allocation, is_here, machine_of, shell_command, slots_of, travelling
 from kvstore_hvd.launch.processes import share_of_cores
 from support.patience import patient
 
@@ -61,14 +59,11 @@ REFUSED = [
     (["-np", "2", "--ranks", "0-1", "true"], "argument --ranks: '0-1' is not a whole number of at least 0"),
     (["-np", "2", "--output-filename", "/dev/null", "true"], "'/dev/null/rank.0' cannot be made"),
     (["--min-np", "3", "--max-np", "2", "true"], "--min-np 3 is more than --max-np 2."),
-    (["--min-np", "3", "-np", "2", "true"], "--min-np 3 is more than -np 2."),
-    (["--min-np", "1", "-np", "3", "-H", "localhost:2", "true"], "3 workers are needed, but the hosts have 2 slots"),
     (["--max-np", "257", "true"], "a job has at most 256 workers"),
     (["--min-np", "1", "--elastic-timeout", "0", "true"], "--elastic-timeout: '0' is not a number of seconds"),
     (["--min-np", "1", "--blacklist-cooldown-range", "9", "8", "true"], "the lower one first"),
     (["--min-np", "1", "--blacklist-cooldown-range", "0.5", "8", "true"], "0.5 8: expected 1 to 3600 s"),
     (["--min-np", "1", "--blacklist-cooldown-range", "8", "3601", "true"], "8 3601: expected 1 to 3600 s"),
-    (["--host-discovery-script", "x", "-H", "a", "true"], "both --hosts and --host-discovery-script name hosts."),
     (["--min-np", "1", "--output-filename", "o", "true"], "--output-filename is not for elastic jobs.\n  Fix: omit"),
     (["--reset-limit", "1", "-np", "2", "true"], "--reset-limit is for elastic jobs.\n  Fix: "),
 ]
@@ -269,15 +264,9 @@ def test_variables_of_the_workers(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_btl", "^ofi")  # a choice of the user's
     monkeypatch.setenv("PYTHONPATH", "/mine:/other")
     made = plan("-np", "3", "--start-timeout", "7", "true")
-    environs = [
-        environment_of(made, rank, Slot("localhost", rank), Ranks(rank, 3, rank, 3), "f" * 64) for rank in range(3)
-    ]
-    common = {"KVHVD_SIZE": "3", "KVHVD_LOCAL_SIZE": "3", "KVHVD_START_TIMEOUT": "7", "OMPI_MCA_btl": "^ofi"}
-    common |= {"KVHVD_JOB": made.settings.job, "KVHVD_SECRET": "f" * 64, "PYTHONPATH": f"{command._SITE}:/mine:/other"}
-    for rank, environ in enumerate(environs):
-        places = {"KVHVD_RANK": str(rank), "KVHVD_LOCAL_RANK": str(rank), "KVHVD_SLOT": f"localhost:{rank}"}
-        assert {**common, **places}.items() <= environ.items()
-        assert (environ["PYTHONUNBUFFERED"], [name for name in foreign if name in made.environment]) == ("", [])
+    kept = {"KVHVD_START_TIMEOUT": "7", "OMPI_MCA_btl": "^ofi", "PYTHONUNBUFFERED": ""}
+    assert {**kept, "PYTHONPATH": f"{command._SITE}:/mine:/other"}.items() <= made.environment.items()
+    assert [name for name in foreign if name in made.environment] == []
 
 
 def test_shares_of_cores():

@@ -67,14 +67,6 @@ def check_connected(results):
             assert one.recv(2) == bytes(reversed(pair))
 
 
-def test_a_leader_without_descriptors_waits_for_them(listeners, scarce):
-    full = scarce.socket(fileno=listeners[0].detach())
-    full.setblocking(False)
-    with full:
-        check_connected(connect([full, *listeners[1:]], worlds([full, *listeners[1:]])))
-    scarce.check()
-
-
 @pytest.mark.parametrize("what", ["meeting", "index"])
 def test_attempts_of_another_meeting_do_not_meet(listeners, what, caplog):
     """One host is still at the meeting, or at the process set, before, which the others have given up."""

@@ -9,14 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.config import config
 from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError, PeerLostError
-from kvstore_hvd.world import member as member_module
 from kvstore_hvd.world import process, segment
 from kvstore_hvd.world.member import Member, SetMember
-from kvstore_hvd.world.stall import StallInspector
 from kvstore_hvd.world.topology import Host, Topology, World
-from support.fake_native import FakeAdapter, FakeConnection, fake_world
+from support.fake_native import fake_world
 
 pytest.importorskip("mxnet")
 
@@ -64,18 +61,6 @@ def test_an_error_from_before_the_world_was_lost_comes_first(fake, held):
         mine.check()
     with pytest.raises(PeerLostError):
         mine.check()
-
-
-def test_who_cannot_start_its_stall_reports_has_not_joined(monkeypatch):
-    """The others are told, and nothing is kept of the world."""
-    connection = FakeConnection(FakeAdapter())
-    monkeypatch.setattr(member_module, "Connection", lambda world: connection)
-    monkeypatch.setattr(StallInspector, "start", Mock(side_effect=RuntimeError("can't start new thread")))
-    mine = Member()
-    with pytest.raises(LaunchError, match="a thread"):
-        mine.join(World(Topology.of(0, [Host.here()] * 2, source="launcher"), "fake", b""))
-    assert connection.left == ["it could not join the world: LaunchError"]
-    assert (mine.is_connected, mine.has_given_up) == (False, False)
 
 
 @pytest.mark.parametrize(("hosts", "takes"), [(1, 8 + 12), (2, 4 + 12 + 4)])
@@ -183,15 +168,6 @@ def test_a_world_whose_workers_do_not_meet_is_followed_by_the_launchers_next_one
     monkeypatch.setattr(process, "control_connection", lambda: mine.control)
     with pytest.raises(ValueError, match="the launcher chooses the workers"):
         process.Process().init([0])
-
-
-def test_variables_are_read_again_where_a_world_is_joined(alone, setting, monkeypatch):
-    mine = process.current()
-    for seconds in (7, 8):
-        monkeypatch.setenv("KVHVD_TIMEOUT", str(seconds))
-        mine.init()
-        assert config().timeout_s == seconds
-        mine.shutdown()
 
 
 @pytest.mark.parametrize(("path", "is_waiting"), [("DYNAMIC", False), ("t", True)])
