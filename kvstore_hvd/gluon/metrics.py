@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,6 @@ import mxnet as mx
 import numpy as np
 
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, message
-from kvstore_hvd.mxnet.functions import allgather_object
 from kvstore_hvd.world import process
 
 _library = getattr(mx, "metric", None) or mx.gluon.metric  # of MXNet 1, or 2
@@ -28,6 +28,8 @@ _MOMENTS = "_label_nums", "_mean_l", "_mean_p", "_sse_l", "_sse_p", "_conv"
 
 # Of a distributed metric: its original class; and whether its values are those of this worker for now.
 _OVER, _IS_LOCAL = "_kvstore_hvd_over", "_kvstore_hvd_is_local"
+
+_ROOM = 4096  # bytes of a worker's states in the first operation
 
 _VALUES = "get", "get_name_value", "get_global", "get_global_name_value"
 
@@ -110,11 +112,25 @@ def _value(self: Any, name: str) -> Any:
     whole = _plain(self)
     if _IS_LOCAL not in vars(whole) and not process.current().member.is_alone:
         parts = list(_parts_of(whole))
-        states = allgather_object([_state_of(part) for part in parts], "kvstore_hvd.metrics")
+        states = _gathered([_state_of(part) for part in parts])
         _check(states)
         for part, of_workers in zip(parts, zip(*states)):
             _merge(part, [state for _, state, _ in of_workers])
     return getattr(whole, name)()
+
+
+def _gathered(own: Any) -> list[Any]:
+    """What all workers have, in the order of ranks; a single operation unless one has much."""
+    world, data, room = process.current().member, np.frombuffer(pickle.dumps(own), np.uint8), _ROOM
+    with world.submitting():
+        while True:
+            row = np.zeros(1 + room // 8, np.int64)
+            row[0], row[1:].view(np.uint8)[: data.size] = data.size, data[:room]
+            rows = world.all_rows("metric", "kvstore_hvd/metrics", "metric", row)
+            longest = int(rows[:, 0].max())
+            if longest <= room:
+                return [pickle.loads(each[1:].tobytes()) for each in rows]
+            room = -(-longest // 8) * 8
 
 
 def _parts_of(metric: Any) -> Iterator[Any]:

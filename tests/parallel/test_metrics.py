@@ -24,6 +24,8 @@ def batches(count, kind, seed=0):
         samples = 3 + number % 4
         if kind == "classes":
             label, pred = draw.randint(0, CLASSES, samples), draw.dirichlet(np.ones(CLASSES), samples)
+        elif kind == "many classes":
+            label, pred = draw.randint(0, 60, samples), draw.randint(0, 60, samples)
         elif kind == "binary":
             label, pred = draw.randint(0, 2, samples), draw.dirichlet(np.ones(2), samples)
         else:
@@ -43,6 +45,7 @@ METRICS = [
     ("ce", "classes", {}),
     ("perplexity", "classes", {} if is_mxnet_2() else {"ignore_label": None}),
     ("pcc", "classes", {}),
+    ("pcc", "many classes", {}),  # a matrix that takes a second operation
     ("f1", "binary", {"average": "micro"}),
     ("f1", "binary", {"average": "macro"}),
     ("mcc", "binary", {}),
