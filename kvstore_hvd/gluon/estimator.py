@@ -15,7 +15,7 @@ from mxnet.gluon.contrib import estimator as library
 from kvstore_hvd import mxnet_compat, numpy_ops
 from kvstore_hvd.errors import MismatchError, message
 from kvstore_hvd.gluon import metrics
-from kvstore_hvd.gluon.samplers import DistributedBatchSampler
+from kvstore_hvd.gluon.samplers import DistributedBatchSampler, EpochSampler
 from kvstore_hvd.gluon.steps import average_running_statistics
 from kvstore_hvd.mxnet.functions import (
     allgather_object,
@@ -47,7 +47,7 @@ class DistributedEstimator(library.Estimator):
     - Other ranks than 0 log warnings only.
 
     In `fit` all workers have equally many samples: use a `DistributedSampler`, or a `DistributedBatchSampler`, whose
-    global batch a step is divided by.
+    global batches the steps are divided by. Each epoch begins the sampler's next one.
 
     Parameters
     ----------
@@ -73,12 +73,11 @@ class DistributedEstimator(library.Estimator):
         """As MXNet's; every worker calls it."""
         if not self._verbose:
             self.logger.setLevel(logging.INFO if process.current().topology.rank == 0 else logging.WARNING)
-        batches: Any = getattr(train_data, "_batch_sampler", None)
-        self._batches, self._own_samples, self._global_batch_size = len(train_data), 0, 0
-        if isinstance(batches, DistributedBatchSampler):
-            self._global_batch_size = batches.global_batch_size
-        elif hasattr(batches, "_sampler"):
-            self._own_samples = len(batches._sampler)
+        batches = getattr(train_data, "_batch_sampler", None)
+        sampler = getattr(batches, "_sampler", batches)
+        self._sampler = sampler if isinstance(sampler, EpochSampler) else None
+        is_global = isinstance(sampler, DistributedBatchSampler)
+        self._batches, self._own_samples = len(train_data), 0 if is_global else len(sampler)
         super().fit(train_data, *args, **kwargs)
         self.average_running_statistics()
 
@@ -145,8 +144,16 @@ class DistributedEstimator(library.Estimator):
             train_begin = [
                 _Resume(each) if isinstance(each, library.CheckpointHandler) else each for each in train_begin
             ]
+            epoch_begin = [_Epoch(), *epoch_begin]
             batch_end, epoch_end = [_Agreed(batch_end, "batch_end")], [_Agreed(epoch_end, "epoch_end")]
         return train_begin, epoch_begin, batch_begin, batch_end, epoch_end, train_end
+
+
+class _Epoch:
+    def epoch_begin(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
+        sampler = estimator._sampler
+        estimator._epoch = None if sampler is None else sampler.epoch
+        estimator._number = getattr(sampler, "processed", 0)  # of the next batch in the epoch
 
 
 class _Update(library.GradientUpdateHandler):
@@ -156,7 +163,9 @@ class _Update(library.GradientUpdateHandler):
         trainer = estimator.trainer
         store = mxnet_compat.store_in(trainer)
         workers = store.num_workers if isinstance(store, Horovod) else 1
-        samples = estimator._global_batch_size or _samples_of(kwargs["loss"]) * workers
+        samples = _samples_of(kwargs["loss"]) * workers
+        if isinstance(estimator._sampler, DistributedBatchSampler):
+            samples = estimator._sampler.size_of(estimator._number)
         trainer.step(samples / workers if isinstance(trainer, DistributedTrainer) else samples)
 
 
@@ -178,10 +187,15 @@ class _Agreed:
 
     def batch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> bool:
         estimator._samples += _samples_of(kwargs["loss"])
-        return self._call(estimator, *args, **kwargs)
+        stops = self._call(estimator, *args, **kwargs)
+        estimator._number += 1
+        return stops
 
     def epoch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> bool:
-        return self._call(estimator, *args, **kwargs)
+        stops, sampler = self._call(estimator, *args, **kwargs), estimator._sampler
+        if sampler is not None and sampler.epoch == estimator._epoch:  # else a handler has begun another one
+            sampler.set_epoch(estimator._epoch + 1)
+        return stops
 
     def _call(self, *args: Any, **kwargs: Any) -> bool:
         stops = [bool(getattr(each, self._event)(*args, **kwargs)) for each in self._handlers]

@@ -152,7 +152,7 @@ def _check(states: Sequence[Sequence[tuple[str, State, str]]]) -> None:
     faults = [f"rank {rank}: {fault}" for rank, each in enumerate(states) for _, _, fault in each if fault]
     if faults:
         fact = "a metric keeps more than sums, which do not tell its value over all workers."
-        fix = "keep sum_metric and num_inst only; or gather the samples by hvd.allgather and compute it of all."
+        fix = "keep sum_metric and num_inst only; or gather the rest by hvd.allgather_object, and add it up."
         raise InvalidRequestError(message(fact, **where, details=faults, fix=fix))
 
 
@@ -194,7 +194,7 @@ def _is_same(one: Any, other: Any) -> bool:
 def _merge(metric: Any, states: Sequence[State]) -> None:
     """Give a metric the states of all workers together."""
     for name in _SUMS & set(states[0]):
-        vars(metric)[name] = sum(state[name] for state in states)
+        vars(metric)[name] = _total([state[name] for state in states])
     for name in _MATRICES & set(states[0]):
         size = max(len(state[name]) for state in states)
         matrices = [np.pad(state[name], (0, size - len(state[name]))) for state in states]
@@ -207,6 +207,11 @@ def _merge(metric: Any, states: Sequence[State]) -> None:
         if isinstance(own, dict):
             counted = [state[name] for state in states if state[name][_COUNTS[0]] is not None]
             _merge_counts(metric, vars(metric)[name], counted)
+
+
+def _total(values: Sequence[Any]) -> Any:
+    """The sum of numbers, or of each of the numbers in lists."""
+    return [_total(each) for each in zip(*values)] if isinstance(values[0], (list, tuple)) else sum(values)
 
 
 def _merge_counts(metric: Any, counter: Any, states: Sequence[State]) -> None:

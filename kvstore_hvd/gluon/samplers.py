@@ -36,8 +36,8 @@ def shard(dataset: Any) -> Any:
 class EpochSampler(mx.gluon.data.Sampler):
     """Base class: samples in an order that each epoch has of its own."""
 
-    def __init__(self, length: int, shuffle: bool, seed: int) -> None:
-        self.length = operator.index(length)
+    def __init__(self, length: Any, shuffle: bool, seed: int) -> None:
+        self.length = len(length) if hasattr(length, "__len__") else operator.index(length)
         self.shuffle, self.seed, self.epoch = bool(shuffle), operator.index(seed), 0
         if self.length < 0:
             raise self._error("", f"length is {length}.", "pass len(dataset).")
@@ -66,8 +66,8 @@ class DistributedSampler(EpochSampler):
 
     Parameters
     ----------
-    length : int
-        ``len(dataset)``, equal on all workers.
+    length : int or sequence
+        ``len(dataset)``, or the dataset; equal on all workers.
     shuffle : bool
         Whether each epoch has an order of its own, equal on all workers; see `set_epoch`.
     seed : int
@@ -83,7 +83,8 @@ class DistributedSampler(EpochSampler):
         `length` is negative, or `last` is none of these.
     """
 
-    def __init__(self, length: int, shuffle: bool = True, seed: int = 0, last: str = "pad") -> None:
+    # By name: samplers that programs have written take the number of workers and the rank there.
+    def __init__(self, length: Any, *, shuffle: bool = True, seed: int = 0, last: str = "pad") -> None:
         super().__init__(length, shuffle, seed)
         if last not in ("pad", "discard", "keep"):
             raise self._error("", f"last is {last!r}.", "pass 'pad', 'discard' or 'keep'.")
@@ -106,22 +107,22 @@ class DistributedBatchSampler(EpochSampler):
 
     Step k of an epoch has the same samples with any number of workers: a training takes the same steps, but for
     rounding, and goes on with the same ones when workers are lost or come. A worker takes its share of each batch, of
-    neighbouring samples; shares differ by one sample where the number of workers does not divide the batch. Divide by
-    the global batch: ``trainer.step(global_batch_size)`` with a store, ``trainer.step(global_batch_size / hvd.size())``
-    with a `DistributedTrainer`.
+    neighbouring samples; shares differ by one sample where the number of workers does not divide the batch. So divide
+    by the samples of all workers, and never by those of this one: ``trainer.step(sampler.size_of(number))`` with a
+    store, ``trainer.step(sampler.size_of(number) / hvd.size())`` with a `DistributedTrainer`.
 
     In an elastic job pass it to a `GluonState`, and call `record_batch` after each step.
 
     Parameters
     ----------
-    length : int
-        ``len(dataset)``, equal on all workers.
-    global_batch_size : int
-        Samples of a step on all workers together. The last batch of an epoch may have fewer. Shares are empty where
-        there are more workers than samples: a DataLoader does not take empty batches, so iterate over the sampler
-        itself there.
-    shuffle, seed
+    length, shuffle, seed
         As `DistributedSampler`.
+    global_batch_size : int
+        Samples of a step on all workers together.
+    last : str
+        What becomes of a last batch with fewer samples: ``'keep'`` or ``'discard'``. Shares are empty where there are
+        more workers than samples: a DataLoader does not take them, so discard that batch, or iterate over the sampler
+        itself.
 
     Attributes
     ----------
@@ -131,14 +132,20 @@ class DistributedBatchSampler(EpochSampler):
     Raises
     ------
     InvalidRequestError
-        `length` is negative, or `global_batch_size` is no positive number.
+        `length` is negative, `global_batch_size` is no positive number, or `last` is none of these.
     """
 
-    def __init__(self, length: int, global_batch_size: int, shuffle: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self, length: Any, global_batch_size: int, *, shuffle: bool = True, seed: int = 0, last: str = "keep"
+    ) -> None:
         super().__init__(length, shuffle, seed)
+        if last not in ("keep", "discard"):
+            raise self._error("", f"last is {last!r}.", "pass 'keep' or 'discard'.")
         self.global_batch_size, self.processed = operator.index(global_batch_size), 0
         if self.global_batch_size < 1:
             raise self._error("", f"global_batch_size is {global_batch_size}.", "pass a positive number.")
+        size = self.global_batch_size
+        self._count = self.length // size if last == "discard" else -(-self.length // size)
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, with no batch recorded: its number and the seed choose the order. Call it on every worker."""
@@ -148,13 +155,18 @@ class DistributedBatchSampler(EpochSampler):
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this worker's share of each batch that is not recorded yet."""
         topology, order = process.current().topology, self.order_of(self.epoch)
-        for begin in range(self.processed * self.global_batch_size, self.length, self.global_batch_size):
+        for number in range(self.processed, self._count):
+            begin = number * self.global_batch_size
             batch = order[begin : begin + self.global_batch_size]
             bounds = [len(batch) * rank // topology.size for rank in (topology.rank, topology.rank + 1)]
             yield batch[bounds[0] : bounds[1]].tolist()
 
     def __len__(self) -> int:
-        return max(0, -(-self.length // self.global_batch_size) - self.processed)
+        return max(0, self._count - self.processed)
+
+    def size_of(self, number: int) -> int:
+        """Return how many samples batch `number` of an epoch, counted from 0, has on all workers together."""
+        return min(self.global_batch_size, self.length - number * self.global_batch_size)
 
     def record_batch(self) -> None:
         """Record that the next batch was processed, on all workers alike: an iteration that begins later omits it."""

@@ -16,7 +16,8 @@ from kvstore_hvd.mxnet.optimizer import DistributedTrainer
 from kvstore_hvd.store.kvstore import Horovod
 
 _EPSILON = 1e-8  # that of gluon.utils.clip_global_norm
-_STATISTICS = "running_mean", "running_var"  # how the names of the parameters end
+# How the names of the parameters end: of Gluon, and of symbols.
+_STATISTICS = "running_mean", "running_var", "moving_mean", "moving_var"
 
 
 def clip_global_norm(trainer: Any, max_norm: float) -> float:
@@ -83,7 +84,7 @@ def average_running_statistics(net: Any, samples: float = 1) -> None:
 
     Parameters
     ----------
-    net : mxnet.gluon.Block
+    net : mxnet.gluon.Block or mxnet.mod.Module
         The same on all workers.
     samples : float
         This worker's weight in the average, as the number of samples that it has trained on. If all weights are 0,
@@ -96,15 +97,22 @@ def average_running_statistics(net: Any, samples: float = 1) -> None:
     HorovodInternalError
         The world is lost.
     """
-    named = net.collect_params().items()
-    found = [each for name, each in named if name.endswith(_STATISTICS) and not mxnet_compat.is_deferred(each)]
-    values = [np.mean([x.asnumpy() for x in each.list_data()], axis=0, dtype=np.float64) for each in found]
+    parameters: Any = {}
+    if mxnet_compat.is_block(net):
+        found = [each for name, each in net.collect_params().items() if name.endswith(_STATISTICS)]
+        arrays = [each.list_data() for each in found if not mxnet_compat.is_deferred(each)]
+    else:
+        parameters = dict(zip(("arg_params", "aux_params"), net.get_params()))
+        arrays = [[each] for name, each in parameters["aux_params"].items() if name.endswith(_STATISTICS)]
+    values = [np.mean([x.asnumpy() for x in each], axis=0, dtype=np.float64) for each in arrays]
     weighted = np.concatenate([[samples], *(samples * each.ravel() for each in values)])
     total, *_ = sums = numpy_ops.allreduce(weighted, "average_running_statistics")
     if not total:
         return
     ends = np.cumsum([1, *(each.size for each in values)])
-    for parameter, value, end in zip(found, values, ends[1:]):
+    for on_devices, value, end in zip(arrays, values, ends[1:]):
         average = (sums[end - value.size : end] / total).reshape(value.shape)
-        for x in parameter.list_data():
+        for x in on_devices:
             x[:] = average.astype(x.dtype)
+    if parameters:
+        net.set_params(**parameters)

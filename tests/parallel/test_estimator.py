@@ -102,8 +102,30 @@ def test_a_step_is_that_of_one_process(rank, size):
     assert (found[0] == found[1]).all()
 
 
+def test_epochs_have_orders_of_their_own(rank, size):
+    seen, orders = [], []
+
+    class Order(library.BatchEnd, library.EpochEnd):
+        def batch_end(self, estimator, *args, batch, **kwargs):
+            seen.extend(batch[0].asnumpy()[:, 0].tolist())
+
+        def epoch_end(self, estimator, *args, **kwargs):
+            orders.append(list(seen))
+            seen.clear()
+
+    dataset = data_of(8 * size)
+    sampler = hvd.DistributedSampler(dataset, seed=3)
+    sampler.set_epoch(5)
+    loader = gluon.data.DataLoader(dataset, BATCH, sampler=sampler)
+    estimator_of().fit(loader, epochs=3, event_handlers=[Order()])
+    for epoch, order in enumerate(orders, 5):
+        sampler.set_epoch(epoch)
+        assert order == [float(dataset[at][0][0]) for at in sampler]
+    assert orders[0] != orders[1]
+
+
 def test_a_constant_batch_is_what_a_step_divides_by(rank, size):
-    """Also where workers have shares of other sizes."""
+    """Also where workers have shares of other sizes, and in a last batch with fewer samples."""
     weights = []
     for kind in ("store", "DistributedTrainer"):
         net = gluon.nn.Dense(1, in_units=6)
@@ -112,13 +134,17 @@ def test_a_constant_batch_is_what_a_step_divides_by(rank, size):
         trainer = (
             gluon.Trainer(*arguments, kvstore="horovod") if kind == "store" else hvd.DistributedTrainer(*arguments)
         )
-        dataset = data_of(10)
+        dataset = data_of(14)
         batches = hvd.DistributedBatchSampler(len(dataset), 10, shuffle=False)
         estimator = hvd.DistributedEstimator(net, gluon.loss.L2Loss(), trainer=trainer)
-        estimator.fit(gluon.data.DataLoader(dataset, batch_sampler=batches), batches=1)
+        estimator.fit(gluon.data.DataLoader(dataset, batch_sampler=batches), epochs=1)
         weights.append(net.weight.data().asnumpy()[0])
-        values, labels = dataset._data
-        np.testing.assert_allclose(weights[-1], (labels[:, None] * values).mean(axis=0), rtol=1e-4, atol=1e-6)
+        expected, bias = np.zeros(6), 0.0
+        for part in (slice(10), slice(10, None)):
+            values, labels = (each[part] for each in dataset._data)
+            errors = values @ expected + bias - labels
+            expected, bias = expected - (errors[:, None] * values).mean(axis=0), bias - errors.mean()
+        np.testing.assert_allclose(weights[-1], expected, rtol=1e-4, atol=1e-6)
         assert_equal_everywhere(estimator)
 
 

@@ -149,6 +149,16 @@ def test_rescale_grad_of_an_optimizer(rank, size):
         assert optimizer.rescale_grad == factor
 
 
+def test_running_statistics_are_averaged(rank, size):
+    batches = mx.io.NDArrayIter(*samples(BATCH, seed=rank), batch_size=BATCH, label_name="label")
+    symbol = mx.sym.BatchNorm(mx.sym.Variable("data"), name="norm", fix_gamma=False)
+    module = mx.mod.Module(mx.sym.LinearRegressionOutput(symbol, mx.sym.Variable("label")), label_names=["label"])
+    module.bind(batches.provide_data, [("label", batches.provide_data[0].shape)])
+    module.init_params(aux_params={"norm_moving_mean": mx.nd.ones(8) * rank, "norm_moving_var": mx.nd.ones(8)})
+    hvd.average_running_statistics(module)
+    assert module.get_params()[1]["norm_moving_mean"].asnumpy().tolist() == [(size - 1) / 2] * 8
+
+
 def test_a_join_takes_no_module(rank):
     with pytest.raises(InvalidTypeError, match=r"not a Module(.|\n)*last_batch_handle='discard'"):
         Join([bound(rank)[0]])

@@ -24,7 +24,7 @@ def test_every_sample_of_an_epoch_once(place, last, shuffle):
     """Shares are equal; 'pad' repeats fewer than one sample for each worker, 'discard' omits fewer."""
     for length in range(12):
         for size in range(1, 6):
-            sampler, orders = hvd.DistributedSampler(length, shuffle, seed=3, last=last), []
+            sampler, orders = hvd.DistributedSampler(range(length), shuffle=shuffle, seed=3, last=last), []
             for epoch in range(3):
                 sampler.set_epoch(epoch)
                 shares = on_workers(place, size, lambda: (list(sampler), len(sampler)))  # noqa: B023 - at once
@@ -60,6 +60,10 @@ def test_batches_are_the_same_with_any_number_of_workers(place):
         alone.set_epoch(epoch)
         expected = list(alone)
         assert sorted(sample for one in expected for sample in one) == list(range(length))
+        assert [alone.size_of(number) for number in range(len(alone))] == list(map(len, expected))
+        whole = hvd.DistributedBatchSampler(length, batch, seed=7, last="discard")
+        whole.set_epoch(epoch)
+        assert (list(whole), len(whole)) == ([one for one in expected if len(one) == batch], length // batch)
         assert [len(one) for one in expected[:-1]] == [batch] * (len(expected) - 1)
         sampler, found = hvd.DistributedBatchSampler(length, batch, seed=7), []
         sampler.set_epoch(epoch)
@@ -93,6 +97,7 @@ def test_an_elastic_state_keeps_the_place_in_the_epoch(place):
         (lambda: hvd.DistributedSampler(-1), "DistributedSampler: length is -1"),
         (lambda: hvd.DistributedSampler(3, last="rollover"), "DistributedSampler: last is 'rollover'"),
         (lambda: hvd.DistributedBatchSampler(3, 0), "DistributedBatchSampler: global_batch_size is 0"),
+        (lambda: hvd.DistributedBatchSampler(3, 1, last="pad"), "DistributedBatchSampler: last is 'pad'"),
     ],
 )
 def test_arguments_that_are_refused(place, make, text):
