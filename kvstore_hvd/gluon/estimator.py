@@ -73,7 +73,7 @@ class DistributedEstimator(library.Estimator):
         """As MXNet's; every worker calls it."""
         if not self._verbose:
             self.logger.setLevel(logging.INFO if process.current().topology.rank == 0 else logging.WARNING)
-        batches = getattr(train_data, "_batch_sampler", None)
+        batches: Any = getattr(train_data, "_batch_sampler", ())
         sampler = getattr(batches, "_sampler", batches)
         self._sampler = sampler if isinstance(sampler, EpochSampler) else None
         is_global = isinstance(sampler, DistributedBatchSampler)
