@@ -7,11 +7,10 @@ import os
 import shutil
 import signal
 import sys
-from pathlib import Path
 
 import pytest
 
-from support.jobs import processes, status_of
+from support.jobs import status_of
 
 pytestmark = pytest.mark.alike
 
@@ -136,15 +135,3 @@ def test_without_ssh_other_hosts_are_not_used(run, tmp_path):
     err = run(f"--min-np 1 --host-discovery-script '{script}'", ["true"], PATH=str(tmp_path)).err
     text = "its daemon could not be started: [Errno 2] No such file or directory: 'ssh'. It gets no worker for 10 s."
     assert err == f"kvhvdrun: host elsewhere is lost: {text}\n"
-
-
-def test_a_script_that_hangs_does_not_hold_the_job_up(start):
-    """Nor does it outlive a launcher that is killed."""
-    script = "if test -e again; then setsid sleep 1000; true; fi; touch again; echo localhost:2"
-    job = start(f"--min-np 1 --host-discovery-script '{script}'")
-    job.until_joined(0, 1)
-    commands = lambda: [Path(f"/proc/{pid}/cmdline") for pid in processes(job.marker)]  # noqa: E731
-    job.until(lambda: any(b"sleep" in path.read_bytes() for path in commands() if path.exists()), "the script")
-    job.kill(1)
-    job.until_joined(0, 2)
-    job.end(-signal.SIGKILL, signal.SIGKILL)

@@ -261,11 +261,3 @@ def test_a_signal_that_ends_the_daemon_is_not_the_workers_fault(start):
     os.kill(daemon, signal.SIGTERM)
     last = f"kvhvdrun: the daemon on localhost (pid {daemon}) was ended by SIGTERM."
     assert job.end(143).err == f"{last}\n  Fix: to end a job, send the signal to kvhvdrun.\n"
-
-
-@pytest.mark.parametrize("grace", ["0.2", "100"])
-def test_workers_deaf_to_ctrl_c_are_killed_after_the_grace_or_by_a_second_one(start, grace):
-    program = "signal.signal(signal.SIGINT, lambda *_: say('no\\n')); say('ready\\n')\nwhile True: signal.pause()"
-    job = start("-np 2", program, KVHVD_KILL_GRACE=grace).until_printed("ready", 2)
-    job.process.send_signal(signal.SIGINT)
-    job.until_printed("no", 2).end(128 + signal.SIGINT, signal.SIGINT if grace == "100" else 0)

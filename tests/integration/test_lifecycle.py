@@ -1,7 +1,6 @@
 """Worlds that are left and met again, processes that are not part of them, and what happens at exit."""
 
 import os
-import re
 
 import pytest
 
@@ -119,25 +118,6 @@ if hvd.size() == 2:
     assert "rank 0 left: none of its operations completed within 2 s" in job.of(2), job.describe()
 
 
-def test_a_late_worker_that_computes_is_waited_for_at_exit(start):
-    """Beyond the limit that nobody has set, by a worker that reads no result."""
-    program = """
-import mxnet as mx
-import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import config
-config.KNOBS['exit_timeout_s'].default = 2.0
-hvd.init()
-store = mx.kv.create('horovod')
-store.barrier()
-if rank == 0: wait_for('go')
-total = hvd.allreduce(mx.nd.ones(3), name='late')
-if rank == 0: say(f'{total.asnumpy()}\\n')
-"""
-    job = start("-np 2", program, KVHVD_STALL_CHECK_TIME_S="1", KVHVD_TEST_HOSTS="2")
-    job.until(lambda: re.search(r"rank 1 has waited ([6-9]|\d\d) s", job.of(1)), "three times the limit")
-    job.go().end()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_mxnets_list_of_errors_stays_whole(run):
@@ -187,29 +167,3 @@ kvstore_hvd.barrier()
         # A control group may allow less than that, too.
         does_not_spin = cores[0] == cores[1] or not suffice([describe()] * 2)
         assert err.count("a worker that waits does not spin") == 2 * does_not_spin, err
-
-
-@pytest.mark.slow
-def test_what_mxnet_has_not_come_to_is_waited_for(run):
-    """A layer that needs the other workers submits what it exchanges as MXNet computes it: there is a world then."""
-    program = """
-import mxnet as mx
-import kvstore_hvd.mxnet as hvd
-hvd.init()
-net = mx.gluon.nn.HybridSequential()
-net.add(*(hvd.SyncBatchNorm(in_channels=3) for _ in range(4)))
-net.initialize()
-trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd', {'learning_rate': 0.1})
-def train():
-    for _ in range(3):
-        with mx.autograd.record():
-            loss = net((mx.np if mx.__version__.startswith('2') else mx.nd).ones((4, 3))).sum()
-        loss.backward()
-        trainer.step(4)
-train()
-hvd.shutdown()
-hvd.init()
-train()
-"""
-    job = run("-np 2", program)
-    assert "Error" not in job.out + job.err

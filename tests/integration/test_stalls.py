@@ -7,8 +7,6 @@ import time
 
 import pytest
 
-from support.jobs import stopped
-
 WAITS = r"rank 0 has waited \d+ s for other workers\."
 LATE = r"the other workers have waited \d+ s for rank 1\."
 
@@ -232,56 +230,3 @@ def test_ranks_that_wait_for_each_other_end_at_the_deadline(start, workers, host
     assert "Fix: have all ranks submit the same operations" in job.of(0)
     how = "pair_up_in_a_thread" if hosts else "pair_up_among_signals_and_threads"
     assert "waits for others itself" in start(workers, f"HOW = {how!r}\n" + DEADLINE, **OFTEN, **hosts).end(7).err
-
-
-# -- Pauses: a deadline counts the time in which whoever watches it has run -----------------------------------------
-
-# One rank always waits for the other; at the end, one leaves while its operation waits.
-TURNS = """
-import numpy as np
-import kvstore_hvd
-say('here\\n')
-for _ in range(20 if rank == 1 else 0):
-    time.sleep(0.1)
-kvstore_hvd.init()
-for step in range(6):
-    say(f'step {step} {os.getpid()}\\n')
-    for _ in range(10 * rank):
-        time.sleep(0.1)
-    kvstore_hvd.allreduce(np.ones(4, np.float32), 'turn')
-say('done\\n')
-"""
-LEAVE = """
-import mxnet as mx
-import kvstore_hvd
-store = mx.kv.create('horovod')
-array = mx.nd.ones(4)
-say('step 2\\n')
-for _ in range(20 * rank):
-    time.sleep(0.1)
-store.pushpull('late', array, out=array)
-kvstore_hvd.shutdown()
-assert array.asnumpy().tolist() == [2, 2, 2, 2]
-say('done\\n')
-"""
-
-
-@pytest.mark.timing
-@pytest.mark.slow
-@pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    ("limit", "program"),
-    [
-        ("KVHVD_TIMEOUT", TURNS),
-        ("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", TURNS),
-        ("KVHVD_START_TIMEOUT", TURNS),
-        ("KVHVD_TIMEOUT", LEAVE),
-    ],
-)
-def test_a_job_that_is_stopped_for_longer_than_its_deadline_goes_on(start, marker, limit, program):
-    job = start("-np 2", program, **{limit: "6"})
-    job.until_printed("here" if "START" in limit else "step 2", 2)
-    with stopped(marker=marker):
-        time.sleep(8)
-    assert job.end().out.count("done") == 2
-    assert job.err == ""

@@ -8,7 +8,7 @@ import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, MismatchError, TransportError
+from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, TransportError
 from kvstore_hvd.mxnet import gathers
 from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, request_of, sum_of_ranks
@@ -54,16 +54,6 @@ def test_batches_one_after_another(executors, size):
         array[:] = value
         engine.run(request(array, "again"))
         assert (array == size * value).all()
-
-
-def test_one_kind_of_memory(executors, rank, size):
-    """An array on a device on some workers only: MismatchError that says so, and the world stays usable."""
-    array = np.ones(5, np.float32)
-    with pytest.raises(MismatchError, match="the kind of memory"):
-        process.current().member.engine().run(request(array, "mixed", on_device=rank == 0))
-    assert (array == 1).all()
-    kvstore_hvd.barrier()
-    assert executors == []
 
 
 def test_gathers_of_mxnets_arrays(executors, rank, size, monkeypatch):

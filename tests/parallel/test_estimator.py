@@ -38,7 +38,7 @@ def loader_of(dataset, last="pad"):
     return gluon.data.DataLoader(dataset, BATCH, sampler=sampler)
 
 
-def estimator_of(kind="DistributedTrainer", rate=0.1, net=None, **options):
+def estimator_of(kind="DistributedTrainer", rate=0.1, net=None, loss=None, **options):
     if net is None:
         net = gluon.nn.HybridSequential()
         net.add(
@@ -53,7 +53,7 @@ def estimator_of(kind="DistributedTrainer", rate=0.1, net=None, **options):
         trainer = gluon.Trainer(*arguments, kvstore="horovod")
     else:
         trainer = getattr(hvd, kind)(*arguments) if kind else None
-    return hvd.DistributedEstimator(net, gluon.loss.SoftmaxCrossEntropyLoss(), trainer=trainer, **options)
+    return hvd.DistributedEstimator(net, loss or gluon.loss.SoftmaxCrossEntropyLoss(), trainer=trainer, **options)
 
 
 def values_of(estimator):
@@ -83,23 +83,29 @@ def test_a_training(rank, size, kind):
     assert hvd.allgather_object(training) == [training] * size
 
 
-def test_a_step_is_that_of_one_process(rank, size):
-    """A store sums, a DistributedTrainer averages: both divide by the samples of all workers."""
-    found = []
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_step_is_that_of_one_process(rank, size, constant):
+    """A store sums, a DistributedTrainer averages: both divide by the samples of all workers.
+
+    Also where a batch is constant: workers have shares of other sizes, and the last batch has fewer samples.
+    """
+    dataset = data_of(14 if constant else 4 * size)
+    loader = loader_of(dataset)
+    if constant:
+        batches = hvd.DistributedBatchSampler(len(dataset), 10, shuffle=False)
+        loader = gluon.data.DataLoader(dataset, batch_sampler=batches)
+    expected, bias = np.zeros(6), 0.0
+    for part in (slice(10), slice(10, None)) if constant else (slice(None),):
+        values, labels = (each[part] for each in dataset._data)
+        errors = values @ expected + bias - labels
+        expected, bias = expected - (errors[:, None] * values).mean(axis=0), bias - errors.mean()
     for kind in ("store", "DistributedTrainer"):
         net = gluon.nn.Dense(1, in_units=6)
         net.initialize(mx.init.Zero())
-        trainer = gluon.Trainer(net.collect_params(), "sgd", {"learning_rate": 1.0}, kvstore="horovod")
-        if kind == "DistributedTrainer":
-            trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1.0})
-        dataset = data_of(4 * size)
-        estimator = hvd.DistributedEstimator(net, gluon.loss.L2Loss(), trainer=trainer)
-        estimator.fit(loader_of(dataset), batches=1)
-        found.append(net.weight.data().asnumpy())
-        values, labels = dataset._data
-        gradient = (-labels[:, None] * values).mean(axis=0)
-        np.testing.assert_allclose(found[-1][0], -gradient, rtol=1e-4, atol=1e-6)
-    assert (found[0] == found[1]).all()
+        estimator = estimator_of(kind, rate=1.0, net=net, loss=gluon.loss.L2Loss())
+        estimator.fit(loader, epochs=1)
+        np.testing.assert_allclose(net.weight.data().asnumpy()[0], expected, rtol=1e-4, atol=1e-6)
+        assert_equal_everywhere(estimator)
 
 
 def test_epochs_have_orders_of_their_own(rank, size):
@@ -122,30 +128,6 @@ def test_epochs_have_orders_of_their_own(rank, size):
         sampler.set_epoch(epoch)
         assert order == [float(dataset[at][0][0]) for at in sampler]
     assert orders[0] != orders[1]
-
-
-def test_a_constant_batch_is_what_a_step_divides_by(rank, size):
-    """Also where workers have shares of other sizes, and in a last batch with fewer samples."""
-    weights = []
-    for kind in ("store", "DistributedTrainer"):
-        net = gluon.nn.Dense(1, in_units=6)
-        net.initialize(mx.init.Zero())
-        arguments = net.collect_params(), "sgd", {"learning_rate": 1.0}
-        trainer = (
-            gluon.Trainer(*arguments, kvstore="horovod") if kind == "store" else hvd.DistributedTrainer(*arguments)
-        )
-        dataset = data_of(14)
-        batches = hvd.DistributedBatchSampler(len(dataset), 10, shuffle=False)
-        estimator = hvd.DistributedEstimator(net, gluon.loss.L2Loss(), trainer=trainer)
-        estimator.fit(gluon.data.DataLoader(dataset, batch_sampler=batches), epochs=1)
-        weights.append(net.weight.data().asnumpy()[0])
-        expected, bias = np.zeros(6), 0.0
-        for part in (slice(10), slice(10, None)):
-            values, labels = (each[part] for each in dataset._data)
-            errors = values @ expected + bias - labels
-            expected, bias = expected - (errors[:, None] * values).mean(axis=0), bias - errors.mean()
-        np.testing.assert_allclose(weights[-1], expected, rtol=1e-4, atol=1e-6)
-        assert_equal_everywhere(estimator)
 
 
 class Stop(library.BatchEnd, library.EpochEnd):

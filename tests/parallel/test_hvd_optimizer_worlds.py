@@ -10,7 +10,7 @@ import pytest
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd import elastic
 from support.arrays import assert_same_bits, sum_of_ranks
-from support.gluon import array, backward, batch_of, distributed, gradients, mlp, parameters, scaler_of, train, weights
+from support.gluon import array, backward, batch_of, distributed, gradients, mlp, parameters, train, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -82,34 +82,3 @@ def test_other_workers(rank, meet, kind, before, after, factor, how):
             state.save()
     for ours, models in found:
         assert_same_bits(ours, models)
-
-
-@pytest.mark.parametrize(("before", "after"), [(3, 2), (1, 4)])
-def test_a_commit_of_another_world(rank, meet, before, after):
-    """What was saved among some workers is restored among others: the scale is theirs, AMP's as well."""
-    before, _ = meet(before)
-    training = Training("DistributedTrainer")
-    net, trainer = training.net, training.trainer
-    amp, scaler = scaler_of(trainer)
-    state = elastic.GluonState(net=net, trainer=trainer)
-    state.sync()
-    with amp.scale_loss(mx.nd.ones(1), trainer):
-        assert trainer._scale * scaler.loss_scale == 1 / hvd.size()
-    state.save()
-    workers, takes_part = meet(after)
-    state.restore()
-    state.sync()
-    assert trainer._amp_original_scale == 1 / hvd.size()
-    assert trainer._scale * scaler.loss_scale == 1 / hvd.size()
-    for step in range(2):
-        backward(net, [batch_of(step, rank)])
-        for parameter in parameters(net):
-            parameter.list_grad()[0][:] = parameter.list_grad()[0] * scaler.loss_scale
-        with amp.scale_loss(mx.nd.ones(1), trainer):
-            trainer.step(4)
-        training.replay(workers, step)
-    for ours, models in training.found() if takes_part else ():
-        assert_same_bits(ours, models)
-    trainer.allreduce_grads()
-    amp.unscale(trainer)
-    assert trainer._scale == 1.0

@@ -20,21 +20,6 @@ mx = pytest.importorskip("mxnet")
 pytestmark = pytest.mark.sizes
 
 
-def test_registered_sets(world, rank, size, dynamic):
-    everybody = hvd.global_process_set
-    assert (everybody.process_set_id, everybody.included()) == (0, True)
-    assert (everybody.ranks, everybody.size(), everybody.rank()) == (list(range(size)), size, rank)
-    assert process_sets.process_set_by_id(0) is everybody
-    if size > 1:
-        added = hvd.add_process_set([0])
-        assert process_sets.process_sets() == [everybody, added]
-        assert process_sets.process_set_by_id(added.process_set_id) is added
-        expected = {0: list(range(size)), added.process_set_id: [0]}
-        assert process_sets.get_process_set_ids_and_ranks() == expected
-    with pytest.raises(ValueError, match="there is no process set 99"):
-        process_sets.process_set_by_id(99)
-
-
 def test_sets_without_a_world_know_their_ranks():
     assert hvd.ProcessSet([2, 0]) == hvd.ProcessSet([0, 2])
     assert hvd.ProcessSet([2, 0]).ranks == [0, 2]
@@ -57,6 +42,10 @@ def test_disjoint_sets(dynamic, rank, size):
     assert mine.included() and not other.included()
     assert (mine.rank(), other.rank()) == (rank // 2, -1)
     assert even.size() == (size + 1) // 2
+    everybody = hvd.global_process_set
+    assert (everybody.process_set_id, everybody.included(), everybody.size(), everybody.rank()) == (0, True, size, rank)
+    ranks = {0: list(range(size)), even.process_set_id: even.ranks, odd.process_set_id: odd.ranks}
+    assert process_sets.get_process_set_ids_and_ranks() == ranks
     copy = pickle.loads(pickle.dumps(even))
     assert (copy == even, copy.process_set_id) == (True, None)
     x = mx.nd.full((7,), rank)
@@ -164,26 +153,6 @@ def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
         hvd.remove_process_set(few)
     assert few.process_set_id is None
     hvd.barrier()
-
-
-@pytest.mark.needs(3)
-def test_shutdown_raises_what_nobody_has_read_of_a_set(rank, size):
-    """Of one set among several; once, and this worker has left all of them nevertheless."""
-    sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([0, 2])]
-    hvd.shutdown()
-    hvd.init(process_sets=sets)
-    unread = []
-    for place, each in enumerate(sets):
-        if each.included():
-            x = mx.nd.ones((1 + rank * place,))
-            unread.append(hvd.allreduce(x, name=f"set {place}", process_set=each))
-    raises = pytest.raises(kvstore_hvd.MismatchError, match="'set 1': ranks disagree on shape")
-    with raises if rank in (0, 2) else contextlib.nullcontext():
-        hvd.shutdown()
-    assert not hvd.is_initialized()
-    hvd.shutdown()
-    hvd.init()
-    assert hvd.allreduce(mx.nd.ones((2,)), op=hvd.Sum).asnumpy()[0] == size
 
 
 @pytest.mark.needs(3)

@@ -314,7 +314,7 @@ def test_within_join(rank, size):
 def test_layers_that_do_not_depend_on_each_other(rank, size, hybridize):
     """Applied in one order, they are ready in another one on each worker: none waits for good.
 
-    Two of them are one layer, whose passes meet in the order of the calls.
+    Two of them are one layer, whose passes meet in the order of the calls. Who leaves the world waits for all passes.
     """
     nets = [nn.HybridSequential() for _ in range(4)]
     for net in nets:
@@ -337,6 +337,8 @@ def test_layers_that_do_not_depend_on_each_other(rank, size, hybridize):
             total = sum((y * y).sum() for y in outputs.values())
         total.backward()
         means += [outputs[place].mean() for place in range(len(nets))]
+    hvd.shutdown()
+    hvd.init()
     for place, mean in enumerate(means):
         np.testing.assert_allclose(hvd.allreduce(mean).asnumpy(), -0.5, atol=1e-5, err_msg=str(place))
     mx.nd.waitall()

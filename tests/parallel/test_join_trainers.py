@@ -15,7 +15,6 @@ from kvstore_hvd.world import process
 from support import gluon
 from support.gluon import array, assert_alike, batch_of, mlp, network, parameters, states_of, weights
 from support.joinables import Counter, Nothing
-from support.patience import patient
 from support.zero_copy import meet_again, settings
 
 mx = pytest.importorskip("mxnet")
@@ -330,22 +329,11 @@ def test_a_disabled_context_around_is_not_followed(rank, size, two):
 
 def test_one_thread_only(rank, size, two):
     other = Join([two[1][1]])
-    entered, left = threading.Event(), threading.Event()
-
-    def run():
-        with Join([two[1][0]]):
-            entered.set()
-            for _ in range(1 + rank):
-                two[2](0)
-            left.wait(patient(30))
-
-    with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(run)
-        assert entered.wait(patient(30))
-        with pytest.raises(RuntimeError, match="another thread is in a Join"), other:
-            pass
-        left.set()
-        done.result()
+    with Join([two[1][0]]):
+        with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError, match="another thread is in a Join"):
+            pool.submit(other.__enter__).result()
+        for _ in range(1 + rank):
+            two[2](0)
     with other:
         pass
     assert_updates(two, size, 0)

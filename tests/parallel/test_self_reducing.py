@@ -1,15 +1,12 @@
 """Scripts that reduce by themselves, beside a Trainer whose store stays in the worker: they run, and train as one."""
 
-import contextlib
-
 import numpy as np
 import pytest
 
 import kvstore_hvd
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import UnsynchronisedTrainerError
 from kvstore_hvd.mxnet_compat import exchangers
-from support.gluon import assert_trained, backward, batch_of, mlp, parameters, train, trained_alone
+from support.gluon import assert_trained, backward, batch_of, mlp, parameters, trained_alone
 
 mx = pytest.importorskip("mxnet")
 
@@ -65,31 +62,19 @@ def test_they_train_as_one_worker(rank, size, caplog, by, kvstore):
 
 
 def test_what_counts_as_an_exchange(rank, size, kv, monkeypatch):
+    """Calls of the program; not what a Trainer exchanges for itself."""
     x, n = mx.nd.ones(2), np.ones(2)
+    net = mlp(seed=4, contexts=[mx.cpu(0), mx.cpu(1)])
+    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="horovod")
+
+    def step():
+        backward(net, [batch_of(rank, ctx=ctx) for ctx in (mx.cpu(0), mx.cpu(1))])
+        trainer.step(4)
+
+    step()  # the first one broadcasts parameters, which counts
     reductions = lambda: kv.pushpull(3, x), lambda: hvd.allgather_object(1), lambda: kvstore_hvd.allreduce(n, "n")
     broadcasts = lambda: kv.broadcast(3, x), lambda: hvd.broadcast_object(1), lambda: kvstore_hvd.broadcast(n, 0, "n")
-    for call in (*broadcasts, *reductions):
+    for call in (step, *broadcasts, *reductions):
         monkeypatch.setattr(exchangers._Collectives, "counts", counts := exchangers._Counts())
         call()
         assert counts == exchangers._Counts(call in broadcasts, call in reductions)
-
-
-def test_who_exchanges_nothing_is_refused(rank, size):
-    """In the third update; what was exchanged before the Trainer was made, or by another one, does not count."""
-    net, contexts = mlp(seed=3), [mx.cpu(0), mx.cpu(1)]
-    other = mlp(seed=4, contexts=contexts)
-    beside = mx.gluon.Trainer(other.collect_params(), "sgd", kvstore="horovod")
-
-    def step_beside(step):
-        backward(other, [batch_of(step, rank, ctx=ctx) for ctx in contexts])
-        beside.step(4)
-
-    step_beside(STEPS)
-    hvd.broadcast_parameters(net.collect_params(), root_rank=0)
-    trainer = mx.gluon.Trainer(net.collect_params(), "sgd", kvstore="device")
-    text = f"^Trainer has kvstore 'device', but there are {size} workers"
-    refused = pytest.raises(UnsynchronisedTrainerError, match=text) if size > 1 else contextlib.nullcontext()
-    for step in range(STEPS):
-        step_beside(step)
-        with refused if step == 2 else contextlib.nullcontext():
-            train(net, trainer, batch_of(step, rank))
