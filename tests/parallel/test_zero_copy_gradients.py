@@ -103,22 +103,6 @@ def test_stale_gradients_are_noticed_as_without_us(rank, size):
     assert outcomes == ["stale", "done", "stale", "done", "done", "stale"] * 2
 
 
-def test_graphs_from_before_the_trainer(rank, size):
-    """Losses recorded before there was a Trainer, or its first step, reach the gradients of the step after them."""
-
-    def run():
-        net = built("dense")
-        with autograd.record():
-            losses = [(net(batch((BATCH, 8), (rank, i))) ** 2).sum() for i in range(2)]
-        trainer = trainer_of(net)
-        for loss in losses:
-            loss.backward()
-            trainer.step(1)
-        return weights(net)
-
-    both(run)
-
-
 @pytest.mark.parametrize(("mode", "kvstore"), [*zip(MODES, ["create", "horovod", "create"]), ("static", None)])
 def test_gradients_that_a_graph_may_keep(rank, size, kvstore, mode):
     """A static graph writes to the gradients of its first backward pass for ever: those must not move any more.
