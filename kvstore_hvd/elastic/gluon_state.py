@@ -133,6 +133,8 @@ class GluonState(ObjectState):
         drain()
         for handler in self._handlers.values():
             handler.restore()
+        if _NUMBERS in self._handlers:  # again: a parameter may have been initialised
+            self._handlers[_NUMBERS].restore()
         super().restore()
 
     def sync(self) -> None:

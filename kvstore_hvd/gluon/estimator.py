@@ -5,25 +5,22 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import tempfile
 import warnings
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mxnet.gluon.contrib import estimator as library
 
 from kvstore_hvd import mxnet_compat, numpy_ops
-from kvstore_hvd.errors import MismatchError, message
+from kvstore_hvd.errors import InvalidRequestError, MismatchError, message
 from kvstore_hvd.gluon import metrics
 from kvstore_hvd.gluon.samplers import DistributedBatchSampler, EpochSampler
 from kvstore_hvd.gluon.steps import average_running_statistics
-from kvstore_hvd.mxnet.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_parameters,
-    broadcast_trainer_states,
-)
-from kvstore_hvd.mxnet.optimizer import DistributedTrainer
+from kvstore_hvd.mxnet.functions import allgather_object, broadcast_object
+from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
 from kvstore_hvd.mxnet.sharded import ShardedTrainer
 from kvstore_hvd.store.kvstore import Horovod
 from kvstore_hvd.world import process
@@ -64,21 +61,38 @@ class DistributedEstimator(library.Estimator):
 
     def __init__(self, *args: Any, verbose: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._verbose, self._is_evaluating = verbose, False
+        self._is_evaluating = False
         self._samples = 0  # of this worker since running statistics were averaged
         for metric in (*self.train_metrics, *self.val_metrics):
             metrics.distribute(metric)
+        self.logger.addFilter(
+            lambda line: verbose or line.levelno >= logging.WARNING or process.current().topology.rank == 0
+        )
 
-    def fit(self, train_data: Any, *args: Any, **kwargs: Any) -> None:
-        """As MXNet's; every worker calls it."""
-        if not self._verbose:
-            self.logger.setLevel(logging.INFO if process.current().topology.rank == 0 else logging.WARNING)
-        batches: Any = getattr(train_data, "_batch_sampler", ())
-        sampler = getattr(batches, "_sampler", batches)
+    def fit(
+        self,
+        train_data: Any,
+        val_data: Any = None,
+        epochs: int | None = None,
+        event_handlers: Any = None,
+        batches: int | None = None,
+        batch_axis: int = 0,
+    ) -> None:
+        """As MXNet's; every worker calls it. With 0 epochs there is nothing left to do."""
+        if epochs == 0 and not batches:
+            return
+        in_batches: Any = getattr(train_data, "_batch_sampler", ())
+        sampler = getattr(in_batches, "_sampler", in_batches)
         self._sampler = sampler if isinstance(sampler, EpochSampler) else None
-        is_global = isinstance(sampler, DistributedBatchSampler)
-        self._batches, self._own_samples = len(train_data), 0 if is_global else len(sampler)
-        super().fit(train_data, *args, **kwargs)
+        if self._sampler is not None and getattr(train_data, "_auto_reload", False):
+            fact = "a DataLoader with auto_reload=True takes the samples of an epoch before it has begun."
+            raise InvalidRequestError(message(fact, operation="fit", fix="leave auto_reload out."))
+        self._alike = {
+            "batches in an epoch": _length_of(train_data),
+            "samples in an epoch": None if isinstance(sampler, DistributedBatchSampler) else _length_of(sampler),
+            "batch sizes": getattr(in_batches, "_batch_size", None),
+        }
+        super().fit(train_data, val_data, epochs, event_handlers, batches, batch_axis)
         self.average_running_statistics()
 
     def evaluate(self, val_data: Any, *args: Any, **kwargs: Any) -> None:
@@ -104,9 +118,17 @@ class DistributedEstimator(library.Estimator):
         return super()._check_trainer(trainer)
 
     def _prepare_default_handlers(self, val_data: Any, event_handlers: Any) -> Any:
-        given = [event_handlers] if isinstance(event_handlers, library.event_handler.EventHandler) else event_handlers
-        own = [] if any(isinstance(each, library.GradientUpdateHandler) for each in given or ()) else [_Update()]
-        handlers = super()._prepare_default_handlers(val_data, [*(given or ()), *own])
+        is_one = isinstance(event_handlers, library.event_handler.EventHandler)
+        # MXNet's own divides by the samples of this worker.
+        given = [
+            _Update(each.priority) if type(each) is library.GradientUpdateHandler else each
+            for each in ([event_handlers] if is_one else event_handlers or ())
+        ]
+        if not any(isinstance(each, library.GradientUpdateHandler) for each in given):
+            given.append(_Update())
+        if val_data is not None and not any(isinstance(each, library.ValidationHandler) for each in given):
+            given.append(library.ValidationHandler(val_data=val_data, eval_fn=self.evaluate))  # also without a batch
+        handlers = super()._prepare_default_handlers(None, given)
         self._check_alike(handlers)
         for handler in handlers:
             if isinstance(handler, library.CheckpointHandler):
@@ -116,12 +138,11 @@ class DistributedEstimator(library.Estimator):
 
     def _check_alike(self, handlers: Iterable[Any]) -> None:
         own = {
-            "batches in an epoch": self._batches,
-            "samples in an epoch": self._own_samples,
+            **self._alike,
             "epochs": self.max_epoch,
             "batches": self.max_batch,
             "handlers": ", ".join(type(each).__name__ for each in handlers),
-            "metrics": ", ".join(each.name for each in (*self.train_metrics, *self.val_metrics)),
+            "metrics": ", ".join(type(each).__name__ for each in (*self.train_metrics, *self.val_metrics)),
         }
         everybody = allgather_object(own, "kvstore_hvd.estimator/fit")
         for what, here in own.items():
@@ -161,16 +182,23 @@ class _Update(library.GradientUpdateHandler):
 
     def batch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
         trainer = estimator.trainer
-        store = mxnet_compat.store_in(trainer)
+        optimizer, store = trainer.optimizer, mxnet_compat.store_in(trainer)
+        if isinstance(optimizer, DistributedOptimizer):
+            store = optimizer._kvstore_hvd_store
         workers = store.num_workers if isinstance(store, Horovod) else 1
         samples = _samples_of(kwargs["loss"]) * workers
         if isinstance(estimator._sampler, DistributedBatchSampler):
             samples = estimator._sampler.size_of(estimator._number)
-        trainer.step(samples / workers if isinstance(trainer, DistributedTrainer) else samples)
+        is_average = isinstance(trainer, DistributedTrainer) or isinstance(optimizer, DistributedOptimizer)
+        trainer.step(samples / workers if is_average else samples)
 
 
 def _samples_of(loss: Any) -> int:
-    return sum(each.shape[0] if each.shape else 1 for each in (loss if isinstance(loss, list) else [loss]))
+    return sum(each.shape[0] if each.shape else 1 for each in (loss if isinstance(loss, (list, tuple)) else [loss]))
+
+
+def _length_of(thing: Any) -> int | None:
+    return len(thing) if hasattr(thing, "__len__") else None
 
 
 class _EndOfEvaluation:
@@ -206,7 +234,7 @@ class _Agreed:
 
 def _may_stop(kind: Any, event: str) -> bool:
     """Whether the decision of a handler of this class may differ between workers."""
-    is_of_mxnet = getattr(kind, event).__module__.startswith("mxnet.")
+    is_of_mxnet = kind.__module__.startswith("mxnet.")
     return not (is_of_mxnet or kind is _Update) or (
         event == "epoch_end" and issubclass(kind, library.EarlyStoppingHandler)
     )
@@ -220,16 +248,42 @@ class _Resume:
 
     def train_begin(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
         handler, is_root = self._handler, process.current().topology.rank == 0
+        fault: Exception | None = None
         with mxnet_compat.holding(handler, resume_from_checkpoint=handler.resume_from_checkpoint and is_root):
-            handler.train_begin(estimator, *args, **kwargs)
+            try:
+                handler.train_begin(estimator, *args, **kwargs)
+            except Exception as error:
+                if not handler.resume_from_checkpoint:
+                    raise
+                fault = error
         if not handler.resume_from_checkpoint:
             return
-        found = {name: vars(handler).get(name) for name in _RESUMED}, estimator.max_epoch, estimator.max_batch
-        numbers, estimator.max_epoch, estimator.max_batch = broadcast_object(found)
+        numbers = {name: vars(handler).get(name) for name in _RESUMED}
+        is_found = fault is None and numbers["trained_epoch"] not in (None, -1)
+        files = _files_of(handler, numbers) if is_root and is_found else None
+        told = (fault and (type(fault).__name__, str(fault))), numbers, estimator.max_epoch, estimator.max_batch, files
+        failed, numbers, estimator.max_epoch, estimator.max_batch, files = broadcast_object(told)
+        if failed:
+            raise fault or ValueError(f"rank 0 cannot resume: {': '.join(failed)}")
         vars(handler).update(numbers)
-        if numbers["trained_epoch"] != -1:
-            broadcast_parameters(estimator.net.collect_params())
-            broadcast_trainer_states(estimator.trainer)
+        if files is None:
+            return
+        if not is_root:
+            with tempfile.TemporaryDirectory() as folder:
+                paths = [Path(folder, name) for name in ("params", "states")]
+                for path, data in zip(paths, files):
+                    path.write_bytes(data)
+                place = getattr(estimator, "device", None) or estimator.context
+                estimator.net.load_parameters(str(paths[0]), ctx=place)
+                estimator.trainer.load_states(str(paths[1]))
+        if estimator._sampler is not None and estimator.max_epoch:
+            estimator._sampler.set_epoch(estimator._sampler.epoch + numbers["trained_epoch"] + 1)
+
+
+def _files_of(handler: Any, numbers: dict[str, Any]) -> list[bytes]:
+    """Parameters and states of the checkpoint that a handler has found."""
+    name = f"{handler.model_prefix}-epoch{numbers['trained_epoch']}batch{numbers['trained_batch']}"
+    return [Path(handler.model_dir, name + suffix).read_bytes() for suffix in (".params", ".states")]
 
 
 def _save(handler: Any, estimator: Any, file_prefix: str) -> None:
@@ -246,7 +300,7 @@ def _save_symbol(handler: Any, estimator: Any) -> None:
         type(handler)._save_symbol(handler, estimator)
 
 
-class CommitHandler(library.BatchEnd, library.EpochEnd):
+class CommitHandler(library.TrainBegin, library.BatchEnd, library.EpochEnd):
     """Commits an elastic state during `DistributedEstimator.fit`, and counts its epochs.
 
     After an epoch ``state.epoch`` is one more, if the state has it; pass ``epochs=total - state.epoch`` to `fit`. A
@@ -265,13 +319,17 @@ class CommitHandler(library.BatchEnd, library.EpochEnd):
         self.state, self.batch_period, self.priority = state, batch_period or math.inf, priority
         self._batches = 0
 
+    def train_begin(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
+        """Count batches anew: newcomers have counted none."""
+        self._batches = 0
+
     def batch_end(self, estimator: Any, *args: Any, **kwargs: Any) -> None:
         """Record the batch, and commit if it is time."""
         sampler = getattr(self.state, "sampler", None)
         if isinstance(sampler, DistributedBatchSampler):
             sampler.record_batch()
-        elif sampler is not None:
-            sampler.record_batch(0, _samples_of(kwargs["loss"]))
+        elif (record := getattr(sampler, "record_batch", None)) is not None:
+            record(0, _samples_of(kwargs["loss"]))
         self._batches += 1
         if self._batches % self.batch_period == 0:
             self.state.commit()

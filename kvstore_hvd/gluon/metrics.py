@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -107,7 +108,7 @@ def _plain(metric: Any) -> Any:
     return made
 
 
-def _value(self: Any, name: str) -> Any:
+def _value(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """What a method of the original class returns for the samples of all workers."""
     whole = _plain(self)
     if _IS_LOCAL not in vars(whole) and not process.current().member.is_alone:
@@ -116,7 +117,7 @@ def _value(self: Any, name: str) -> Any:
         _check(states)
         for part, of_workers in zip(parts, zip(*states)):
             _merge(part, [state for _, state, _ in of_workers])
-    return getattr(whole, name)()
+    return getattr(whole, name)(*args, **kwargs)
 
 
 def _gathered(own: Any) -> list[Any]:
@@ -145,7 +146,8 @@ def _check(states: Sequence[Sequence[tuple[str, State, str]]]) -> None:
     """Raise, on all workers, unless all have the same metrics, whose states add up."""
     where: dict[str, Any] = {**process.current().topology.prefix, "operation": "metric"}
     told = [", ".join(name for name, _, _ in of_worker) or "none" for of_worker in states]
-    if len(set(told)) > 1:
+    kinds = {tuple(name.partition(" ")[0] for name, _, _ in of_worker) for of_worker in states}
+    if len(kinds) > 1:  # names may differ: an Estimator changes them each time that it is made
         details = [f"rank {rank}: {names}" for rank, names in enumerate(told)]
         fix = "make the same metrics, in the same order, on every worker."
         raise MismatchError(message("workers have different metrics.", **where, details=details, fix=fix))
@@ -163,17 +165,18 @@ def _state_of(metric: Any) -> tuple[str, State, str]:
         if type(each).__name__ in _COUNTERS:
             state[name] = {count: _number(value) for count, value in vars(each).items() if count.endswith(_COUNTS)}
             state[name]["num_classes"] = getattr(each, "num_classes", None)
-        elif name in _SUMS or name in _MATRICES or name in _MOMENTS:
+        elif name in _SUMS or name in _MATRICES or name in _MOMENTS or name == "_pred_nums":
             state[name] = _number(each)
         else:
             others[name] = each
-    fault = ""
+    kind = type(metric).__name__
+    fault = " ".join(f"{kind} has a dict in {name}." for name in _SUMS & set(state) if isinstance(state[name], dict))
     if not type(metric).__module__.startswith("mxnet."):
         fresh = _plain(metric)
         fresh.reset()
         changed = [name for name, each in others.items() if not _is_same(each, vars(fresh).get(name))]
-        fault = f"{type(metric).__name__} has {', '.join(sorted(changed))}." if changed else ""
-    return f"{type(metric).__name__} '{metric.name}'", state, fault
+        fault = fault or (f"{kind} has {', '.join(sorted(changed))}." if changed else "")
+    return f"{kind} '{metric.name}'", state, fault
 
 
 def _number(value: Any) -> Any:
@@ -185,16 +188,23 @@ def _as_before(before: Any, value: Any) -> Any:
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    try:
-        return bool(np.array_equal(_number(one), _number(other))) or vars(one) == vars(other)
-    except (TypeError, ValueError):
-        return bool(one == other)
+    """Whether two values have the same numbers; objects that a metric uses are none."""
+    one, other = _number(one), _number(other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
+    if isinstance(one, (str, bytes, int, float, complex, set, frozenset, np.generic, list, tuple, dict)):
+        return bool(one == other) or (one != one and other != other)
+    return type(one) is type(other)
 
 
 def _merge(metric: Any, states: Sequence[State]) -> None:
     """Give a metric the states of all workers together."""
     for name in _SUMS & set(states[0]):
-        vars(metric)[name] = _total([state[name] for state in states])
+        vars(metric)[name] = _as_before(vars(metric)[name], _total([state[name] for state in states]))
     for name in _MATRICES & set(states[0]):
         size = max(len(state[name]) for state in states)
         matrices = [np.pad(state[name], (0, size - len(state[name]))) for state in states]
@@ -211,7 +221,9 @@ def _merge(metric: Any, states: Sequence[State]) -> None:
 
 def _total(values: Sequence[Any]) -> Any:
     """The sum of numbers, or of each of the numbers in lists."""
-    return [_total(each) for each in zip(*values)] if isinstance(values[0], (list, tuple)) else sum(values)
+    if not isinstance(values[0], (list, tuple)):
+        return sum(values)
+    return [_total(each) for each in itertools.zip_longest(*values, fillvalue=0)]  # lists may grow with the classes
 
 
 def _merge_counts(metric: Any, counter: Any, states: Sequence[State]) -> None:
@@ -223,7 +235,8 @@ def _merge_counts(metric: Any, counter: Any, states: Sequence[State]) -> None:
         vars(counter)[count] = mx.np.array(total, dtype="float64") if isinstance(total, np.ndarray) else total
     is_mean_of_batches = type(counter).__name__ == _COUNTERS[0] and "macro" in vars(metric).values()
     if states and not is_mean_of_batches:
-        metric.update([], [])  # which computes the value of the counts
+        kind: Any = next(each for each in type(metric).__mro__ if each.__module__.startswith("mxnet."))
+        kind.update(metric, [], [])  # which computes the value of the counts
 
 
 def _moments_of_both(one: list[Any], other: list[Any]) -> list[Any]:

@@ -11,8 +11,8 @@ import mxnet as mx
 import numpy as np
 
 from kvstore_hvd import mxnet_compat, numpy_ops
-from kvstore_hvd.errors import InvalidTypeError, message
-from kvstore_hvd.mxnet.optimizer import DistributedTrainer
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
+from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
 from kvstore_hvd.store.kvstore import Horovod
 
 _EPSILON = 1e-8  # that of gluon.utils.clip_global_norm
@@ -26,7 +26,8 @@ def clip_global_norm(trainer: Any, max_norm: float) -> float:
     Call it on every worker between ``trainer.allreduce_grads()`` and ``trainer.update(batch_size)``. The norm is that
     of one process with the data of all workers where a store sums (``Trainer(kvstore='horovod')``), and of the average
     over workers with a `DistributedTrainer`: a threshold that is right for one worker is right for any number. All
-    workers use rank 0's norm, so they scale alike.
+    workers use rank 0's norm and `max_norm`, so they scale alike. After ``amp.unscale(trainer)`` the norm is that of
+    unscaled gradients.
 
     Parameters
     ----------
@@ -41,14 +42,20 @@ def clip_global_norm(trainer: Any, max_norm: float) -> float:
 
     Raises
     ------
-    InvalidTypeError
-        `trainer` is no Trainer.
+    InvalidTypeError, InvalidRequestError
+        `trainer` is no Trainer, or its optimizer is a `DistributedOptimizer`; `max_norm` is negative or NaN.
     HorovodInternalError, MXNetError
         The world is lost, or the computation of a gradient failed.
     """
     if not isinstance(trainer, mx.gluon.Trainer):
         fact, fix = f"it got a {type(trainer).__name__}.", "pass the Trainer, whose gradients are clipped."
         raise InvalidTypeError(message(fact, operation="clip_global_norm", fix=fix))
+    if isinstance(trainer._optimizer, DistributedOptimizer):
+        fact, fix = "the optimizer exchanges gradients later, in the update.", "use a DistributedTrainer."
+        raise InvalidRequestError(message(fact, operation="clip_global_norm", fix=fix))
+    if not max_norm >= 0:
+        fact, fix = f"max_norm is {max_norm}.", "pass a number that is not negative."
+        raise InvalidRequestError(message(fact, operation="clip_global_norm", fix=fix))
     gradients = [parameter.list_grad() for parameter in trainer._params if parameter.grad_req != "null"]
     factor = trainer.average_factor if isinstance(trainer, DistributedTrainer) else 1.0
     norm = factor * math.sqrt(_sum_of_squares([of_devices[0] for of_devices in gradients]))
@@ -56,9 +63,9 @@ def clip_global_norm(trainer: Any, max_norm: float) -> float:
     if isinstance(store, Horovod):  # workers round the sum of squares differently
         world = store._member
         with world.submitting():
-            own = np.array([norm]).view(np.int64)
+            own = np.array([norm, max_norm], np.float64).view(np.int64)
             rows = world.all_rows("clip_global_norm", f"{store._namespace}/norm", "clip_global_norm", own)
-        norm = float(rows[0].view(np.float64)[0])
+        norm, max_norm = map(float, np.ascontiguousarray(rows[0]).view(np.float64))
     if not math.isfinite(norm):
         warnings.warn("nan or inf is detected. Clipping results will be undefined.", stacklevel=2)
     scale = max_norm / (norm + _EPSILON)
@@ -105,7 +112,8 @@ def average_running_statistics(net: Any, samples: float = 1) -> None:
         parameters = dict(zip(("arg_params", "aux_params"), net.get_params()))
         arrays = [[each] for name, each in parameters["aux_params"].items() if name.endswith(_STATISTICS)]
     values = [np.mean([x.asnumpy() for x in each], axis=0, dtype=np.float64) for each in arrays]
-    weighted = np.concatenate([[samples], *(samples * each.ravel() for each in values)])
+    parts = [samples * each.ravel() if samples else np.zeros(each.size) for each in values]
+    weighted = np.concatenate([[float(samples)], *parts])
     total, *_ = sums = numpy_ops.allreduce(weighted, "average_running_statistics")
     if not total:
         return

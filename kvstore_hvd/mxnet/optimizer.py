@@ -143,7 +143,10 @@ class DistributedTrainer(mx.gluon.Trainer):
     @property
     def average_factor(self) -> float:
         """By what the gradients after ``allreduce_grads()`` are multiplied to be the averages over workers."""
-        return self._predivide_factor / self._workers
+        is_unscaled = (
+            hasattr(self, "_amp_loss_scaler") and self._scale == 1
+        )  # amp.unscale() has multiplied by the scale
+        return 1.0 if is_unscaled else self._predivide_factor / self._workers
 
     def _allreduce_grads(self) -> None:
         widens = self._sparse_as_dense and any(

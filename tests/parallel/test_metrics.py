@@ -130,19 +130,24 @@ def test_what_mxnet_asks_of_a_metric(rank, size):
 class Kept(library.EvalMetric):
     """Of a program: not only sums."""
 
+    def __init__(self, name, state):
+        self.state, self.used = state, mx.gluon.nn.Dense(1)
+        super().__init__(name)
+
     def reset(self):
         super().reset()
-        self.seen = []
+        self.seen = self.state()
 
     def update(self, labels, preds):
-        self.seen.append(preds)
+        self.seen += preds
         self.num_inst += 1
 
 
-def test_what_cannot_be_merged_is_refused_on_every_worker(rank, size):
-    metric = hvd.DistributedMetric(Kept("median"))
+@pytest.mark.parametrize("state", [list, lambda: np.zeros(1)])
+def test_what_cannot_be_merged_is_refused_on_every_worker(rank, size, state):
+    metric = hvd.DistributedMetric(Kept("median", state))
     if rank == size - 1:
-        metric.update(0, 1)
+        metric.update(0, [1])
     if size == 1:
         assert metric.get() == ("median", 0.0)
         return
