@@ -434,7 +434,7 @@ class ParametersHandler(ArraysHandler):
 
     def _stored(self, image: Image) -> Stored:
         names = _array_names(image.details)
-        arrays = {name: (*image.specs[at][:2], image.values(at)) for at, name in enumerate(names)}
+        arrays = {name: (*image.specs[at], image.values(at)) for at, name in enumerate(names)}
         return Stored(".params", mxnet_compat.parts_of_file(arrays))
 
     def _unstore(self, data: bytes, image: Image) -> None:

@@ -143,11 +143,11 @@ _FLAGS = {name: flag for flag, name in enumerate((*_DTYPES, "int16", "uint16", "
 _SIZES = (4, 8, 2, 1, 4, 1, 8, 1, 2, 2, 4, 8, 2)  # bytes of an element, by flag
 
 
-def parts_of_file(arrays: Mapping[str, tuple[tuple[int, ...], str, Any]]) -> list[Any]:
-    """The bytes of a file that MXNet loads, of arrays by name: shape, dtype and values."""
+def parts_of_file(arrays: Mapping[str, tuple[tuple[int, ...], str, bool, Any]]) -> list[Any]:
+    """The bytes of a file that MXNet loads, of arrays by name: shape, dtype, whether it is of mx.np, and values."""
     parts: list[Any] = [struct.pack("<QQQ", _LIST, 0, len(arrays))]
-    for shape, dtype, values in arrays.values():
-        magic = _ARRAY if shape and all(shape) else _ARRAY_OF_NP  # only mx.np has others
+    for shape, dtype, is_np, values in arrays.values():
+        magic = _ARRAY_OF_NP if is_np else _ARRAY
         head = struct.pack(f"<Iii{len(shape)}q", magic, 0, len(shape), *shape)
         parts += [head, struct.pack("<iii", 1, 0, _FLAGS[dtype]), values]  # on cpu(0)
     parts.append(struct.pack("<Q", len(arrays)))
