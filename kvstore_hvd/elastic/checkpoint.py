@@ -13,7 +13,7 @@ import os
 import pickle
 import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import log
@@ -30,9 +30,9 @@ _tried = time.monotonic()  # when this process last wrote the file, or failed to
 
 
 class Stored:
-    """Bytes of a value that lie in a file of the archive by themselves."""
+    """Bytes of a value that lie in a file of the archive by themselves; `parts` makes them when they are written."""
 
-    def __init__(self, suffix: str, parts: Iterable[Any]) -> None:
+    def __init__(self, suffix: str, parts: Callable[[], list[Any]]) -> None:
         # `name`, which the state gives it, and `suffix`: of the file.
         self.name, self.suffix, self.parts = "", suffix, parts
 
@@ -56,23 +56,24 @@ class _Unpickler(pickle.Unpickler):
         self._archive = archive
 
     def persistent_load(self, file: str) -> Stored:
-        return Stored("", [self._archive.read(file)])
+        data = self._archive.read(file)
+        return Stored("", lambda: [data])
 
 
-def _pickled(content: Any) -> tuple[bytes, dict[str, Stored]]:
-    """The pickle, and the files that it refers to."""
+def _files_of(content: Any) -> dict[str, list[Any]]:
+    """The parts of the files that a content consists of."""
     pickler = _Pickler(body := io.BytesIO())
     try:
         pickler.dump(content)
+        return {"state.pickle": [body.getbuffer()], **{file: each.parts() for file, each in pickler.stored.items()}}
     except Exception as error:
         fact, fix = f"the state cannot be written: {error}.", "keep what cannot be pickled outside of the state."
         raise InvalidRequestError(message(fact, operation="save", fix=fix)) from error
-    return body.getvalue(), pickler.stored
 
 
 def write(path: str | os.PathLike[str], content: Any) -> None:
     """Write a file as a whole or not at all: it replaces the last one once it is on the disk."""
-    path, (body, stored) = os.path.realpath(os.fsdecode(path)), _pickled(content)
+    path, files = os.path.realpath(os.fsdecode(path)), _files_of(content)
     if os.path.isdir(path):
         raise InvalidRequestError(message(f"{path} is a folder.", operation="save", fix="name a file."))
     unfinished = f"{path}.part"
@@ -87,11 +88,10 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
         try:
             keep_mode(file.fileno(), path)
             with zipfile.ZipFile(file, "w") as archive:
-                archive.writestr("state.json", json.dumps({"format": _FORMAT, "files": sorted(stored)}))
-                archive.writestr("state.pickle", body)
-                for name, each in stored.items():
+                archive.writestr("state.json", json.dumps({"format": _FORMAT}))
+                for name, parts in files.items():
                     with archive.open(name, "w", force_zip64=True) as member:
-                        for part in each.parts:
+                        for part in parts:
                             member.write(part)
             file.flush()
             os.fsync(file.fileno())
@@ -111,7 +111,7 @@ def read(path: str | os.PathLike[str]) -> Any:
     """The content of a file; its parts are checked by their checksums."""
     with open(path, "rb") as file:
         if file.read(len(_OLD)) == _OLD:
-            raise _refused(path, "is of an older version", "go on with the kvstore_hvd that wrote it, and save there")
+            raise _refused(path, "is of an older version", "go on with the kvstore_hvd that wrote it.")
         try:
             with zipfile.ZipFile(file) as archive:
                 if json.loads(archive.read("state.json"))["format"] != _FORMAT:
@@ -123,8 +123,10 @@ def read(path: str | os.PathLike[str]) -> Any:
             raise _refused(path, f"is no checkpoint, or damaged: {error}") from error
 
 
-def _refused(path: str | os.PathLike[str], what: str, fix: str = "load another file, or begin anew without it") -> Any:
-    return InvalidRequestError(message(f"{os.fsdecode(path)} {what}.", operation="load", fix=f"{fix}."))
+def _refused(
+    path: str | os.PathLike[str], what: str, fix: str = "load another file, or begin anew without it."
+) -> InvalidRequestError:
+    return InvalidRequestError(message(f"{os.fsdecode(path)} {what}.", operation="load", fix=fix))
 
 
 # -- The checkpoint of a job ----------------------------------------------------------------------------------------
@@ -139,7 +141,7 @@ def resume(state: Any, *, is_newcomer: bool) -> str:
     if not callable(getattr(state, "_content", None)):
         fact = f"KVHVD_CHECKPOINT is set, but a {type(state).__name__} cannot be written to a file."
         raise InvalidTypeError(message(fact, operation="elastic.run", fix="use a GluonState or an ObjectState."))
-    _pickled(state._content())  # a state that cannot be written is an error now
+    _files_of(state._content())  # a state that cannot be written is an error now
     _state = state
     if is_newcomer:
         return ""

@@ -334,7 +334,7 @@ class ArraysHandler(StagedHandler):
         spare = self._spare
         spare.details, specs, stored = content
         spare.fit(specs)
-        self._unstore(stored.parts[0], spare)
+        self._unstore(stored.parts()[0], spare)
         spare.own = self.own()
 
     def _stored(self, image: Image) -> Stored:
@@ -435,7 +435,7 @@ class ParametersHandler(ArraysHandler):
     def _stored(self, image: Image) -> Stored:
         names = _array_names(image.details)
         arrays = {name: (*image.specs[at], image.values(at)) for at, name in enumerate(names)}
-        return Stored(".params", mxnet_compat.parts_of_file(arrays))
+        return Stored(".params", lambda: mxnet_compat.parts_of_file(arrays))
 
     def _unstore(self, data: bytes, image: Image) -> None:
         arrays = mxnet_compat.arrays_of_file(data)

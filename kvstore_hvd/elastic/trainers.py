@@ -93,11 +93,14 @@ class TrainerHandler(ArraysHandler):
             image.write([(made, place.number)])
             return made
 
-        first = image.details["states"][0]
-        states = {index: _with_arrays(tree, None, array) for index, tree in first.items()}
-        optimizer = copy.copy(_innermost(self.value))
-        _replace(vars(optimizer), {**image.details["optimizer"], _NOT_SAVED: {}})
-        return Stored(".states", [pickle.dumps((states, optimizer))])
+        def parts() -> list[Any]:
+            first = image.details["states"][0]
+            states = {index: _with_arrays(tree, None, array) for index, tree in first.items()}
+            optimizer = copy.copy(_innermost(self.value))
+            _replace(vars(optimizer), {**image.details["optimizer"], _NOT_SAVED: {}})
+            return [pickle.dumps((states, optimizer))]
+
+        return Stored(".states", parts)
 
     def _unstore(self, data: bytes, image: Image) -> None:
         found: Arrays = []

@@ -86,7 +86,8 @@ class DistributedEstimator(library.Estimator):
         self._sampler = sampler if isinstance(sampler, EpochSampler) else None
         if self._sampler is not None and getattr(train_data, "_auto_reload", False):
             fact = "a DataLoader with auto_reload=True takes the samples of an epoch before it has begun."
-            raise InvalidRequestError(message(fact, operation="fit", fix="leave auto_reload out."))
+            where: dict[str, Any] = {**process.current().topology.prefix, "operation": "fit"}
+            raise InvalidRequestError(message(fact, **where, fix="leave auto_reload out."))
         self._alike = {
             "batches in an epoch": _length_of(train_data),
             "samples in an epoch": None if isinstance(sampler, DistributedBatchSampler) else _length_of(sampler),

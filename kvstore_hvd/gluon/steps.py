@@ -14,6 +14,7 @@ from kvstore_hvd import mxnet_compat, numpy_ops
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, message
 from kvstore_hvd.mxnet.optimizer import DistributedOptimizer, DistributedTrainer
 from kvstore_hvd.store.kvstore import Horovod
+from kvstore_hvd.world import process
 
 _EPSILON = 1e-8  # that of gluon.utils.clip_global_norm
 # How the names of the parameters end: of Gluon, and of symbols.
@@ -49,15 +50,21 @@ def clip_global_norm(trainer: Any, max_norm: float) -> float:
     """
     if not isinstance(trainer, mx.gluon.Trainer):
         fact, fix = f"it got a {type(trainer).__name__}.", "pass the Trainer, whose gradients are clipped."
-        raise InvalidTypeError(message(fact, operation="clip_global_norm", fix=fix))
+        raise InvalidTypeError(
+            message(fact, **process.current().topology.prefix, operation="clip_global_norm", fix=fix)
+        )
     if isinstance(trainer._optimizer, DistributedOptimizer):
         fact, fix = "the optimizer exchanges gradients later, in the update.", "use a DistributedTrainer."
-        raise InvalidRequestError(message(fact, operation="clip_global_norm", fix=fix))
+        raise InvalidRequestError(
+            message(fact, **process.current().topology.prefix, operation="clip_global_norm", fix=fix)
+        )
     if not max_norm >= 0:
         fact, fix = f"max_norm is {max_norm}.", "pass a number that is not negative."
-        raise InvalidRequestError(message(fact, operation="clip_global_norm", fix=fix))
+        raise InvalidRequestError(
+            message(fact, **process.current().topology.prefix, operation="clip_global_norm", fix=fix)
+        )
     gradients = [parameter.list_grad() for parameter in trainer._params if parameter.grad_req != "null"]
-    factor = trainer.average_factor if isinstance(trainer, DistributedTrainer) else 1.0
+    factor = trainer._average_factor if isinstance(trainer, DistributedTrainer) else 1.0
     norm = factor * math.sqrt(_sum_of_squares([of_devices[0] for of_devices in gradients]))
     store = mxnet_compat.store_in(trainer)
     if isinstance(store, Horovod):  # workers round the sum of squares differently

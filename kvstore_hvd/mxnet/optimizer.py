@@ -141,11 +141,10 @@ class DistributedTrainer(mx.gluon.Trainer):
         return _members_of(self._process_set, self._world)
 
     @property
-    def average_factor(self) -> float:
+    def _average_factor(self) -> float:
         """By what the gradients after ``allreduce_grads()`` are multiplied to be the averages over workers."""
-        is_unscaled = (
-            hasattr(self, "_amp_loss_scaler") and self._scale == 1
-        )  # amp.unscale() has multiplied by the scale
+        # amp.unscale() has multiplied them by the scale, which is 1 from then on.
+        is_unscaled = hasattr(self, "_amp_loss_scaler") and self._scale == 1
         return 1.0 if is_unscaled else self._predivide_factor / self._workers
 
     def _allreduce_grads(self) -> None:

@@ -175,7 +175,7 @@ def _thresholds() -> str:
 def _arena_bytes(topology: Topology) -> int:
     if not config().zero_copy:
         return 0
-    # The arenas are mapped, and count as a file.
+    # The arenas are mapped, and count as a file; a link maps that of a host's only worker once more.
     limits = {cores.limit_of(resource.RLIMIT_AS), cores.limit_of(resource.RLIMIT_FSIZE)} - {resource.RLIM_INFINITY}
     available = min([_ADDRESS_SPACE, *(limit // 4 for limit in limits)])
     if topology.set_number:

@@ -28,7 +28,7 @@ LinkChunks::LinkChunks(Segment& segment, Transport& transport)
   void* const mapped = mmap(nullptr, layout.arena_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE,
                             segment.fd(), static_cast<off_t>(layout.arenas));
   if (mapped == MAP_FAILED || madvise(mapped, layout.arena_bytes, MADV_DONTFORK) != 0) {
-    throw std::system_error(errno, std::generic_category(), "mapping the arena for the link");
+    throw std::system_error(errno, std::generic_category(), "mapping the arena again (KVHVD_ARENA_MIB limits it)");
   }
   arena_ = static_cast<char*>(mapped);
 }

@@ -82,7 +82,7 @@ const bool late = testing::add("a result that comes after its sum has failed cha
     while (network.has_message(1, kResults)) std::this_thread::yield();
     is_delivered = true;
   };
-  with_hosts({{0}, {1}}, body, std::chrono::seconds(2), std::size_t{16} << 20, {}, {}, watch);
+  with_hosts({{0}, {1}}, body, std::chrono::seconds(5), std::size_t{16} << 20, {}, {}, watch);
 });
 
 const bool again = testing::add("an array may be changed as soon as its sum is there, and what follows it stays", [] {

@@ -352,6 +352,13 @@ def test_a_checkpoint_has_files_of_mxnet(tmp_path):
     assert states(again) == states(trainer)
 
 
+def test_an_optimizer_that_cannot_be_written(tmp_path):
+    state = complete()
+    state.trainer._optimizer.lr_scheduler = lambda update: 0.1
+    with pytest.raises(InvalidRequestError, match="the state cannot be written"):
+        state.save(tmp_path / "state")
+
+
 def test_random_numbers_are_those_of_the_commit():
     """Whatever was drawn, and whether the state was restored in between; another seed has others."""
 
