@@ -263,19 +263,19 @@ class Daemon:
 
     # -- Messages of workers --------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        """Accept a connection from a worker, or a process that it has started, if it has no other."""
+    def _accept(self) -> bool:
+        """Accept a connection of a worker, or a process that it has started, if it has no other; False: none came."""
         try:
             accepted, _ = self._listener.accept()
         except BlockingIOError:
-            return
+            return False
         except OSError as error:
             if not self._is_scarce:
                 text = f"the daemon on {self._host} has to let a worker wait: {error.strerror}."
                 self._tell("say", text=f"{text}\n  Fix: see ulimit -n and ulimit -u there, and free memory.")
             self._is_scarce = True
             time.sleep(_SCARCE_S)  # the listener stays readable
-            return
+            return False
         connection, pid = Channel(accepted, OF_WORKER, _LONGEST_OF_WORKERS), peer_process(accepted)[0]
         worker = next((each for each in self._workers.values() if processes.descends_from(pid, each.pid)), None)
         # The end of an earlier connection of this worker may be unread.
@@ -285,10 +285,11 @@ class Daemon:
         if worker is not None and worker.connection is None:
             worker.connection = connection
             self._poller.add(connection, lambda: self._hear(worker))
-            return
+            return True
         text = f"another process of worker {worker.id} has called init() already." if worker else "it is no worker."
         connection.send({"t": "refused", "text": text})
         connection.close()
+        return True
 
     def _hang_up(self, worker: _Worker) -> None:
         if worker.connection is not None:
@@ -312,6 +313,9 @@ class Daemon:
     # -- The end --------------------------------------------------------------------------------------------------
 
     def _on_end(self, worker: _Worker, code: int) -> None:
+        # Since the last look it may have connected, written and ended.
+        while self._accept():
+            pass
         while self._hear(worker):
             pass
         self._hang_up(worker)

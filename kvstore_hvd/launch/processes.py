@@ -189,7 +189,7 @@ def _guard(daemon: int, control: int, grace_s: float) -> int:
 def descends_from(pid: int, worker: int) -> bool:
     """Whether a process is this worker, is in its session, or is a descendant of it."""
     try:
-        if os.getsid(pid) == worker:
+        if pid == worker or os.getsid(pid) == worker:  # the worker itself may have ended
             return True
         while pid not in (0, 1, worker):
             pid = int(_stat(pid)[1])
