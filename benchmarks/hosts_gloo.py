@@ -28,15 +28,15 @@ PORT = "29533"
 # -- As a worker, of ours or of gloo ------------------------------------------------------------------------------
 
 
-def time_it(count: int, call: Callable[[], object]) -> tuple[list[float], float]:
-    """Return the seconds of each call, and the processor time of one."""
+def time_it(count: int, call: Callable[[], object]) -> tuple[float, float, float]:
+    """Return the median and the minimum of a call's seconds, and its processor time."""
     samples, before = [], time.process_time()
     repetitions = max(10, min(2000, (512 << 20) // (4 * count)))
     for _ in range(repetitions):
         start = time.perf_counter()
         call()
         samples.append(time.perf_counter() - start)
-    return samples, (time.process_time() - before) / repetitions
+    return statistics.median(samples), min(samples), (time.process_time() - before) / repetitions
 
 
 def be_ours(sizes: list[int]) -> None:
@@ -133,9 +133,9 @@ def main() -> None:
             python = options.torch if who == "gloo" else sys.executable
             samples[who].append(launch(who, python, options.sizes))
     for size in options.sizes:
-        medians = {who: [statistics.median(one[size][0]) for one in of] for who, of in samples.items()}
-        least = {who: min(min(one[size][0]) for one in of) for who, of in samples.items()}
-        cpu = {who: statistics.median(one[size][1] for one in of) for who, of in samples.items()}
+        medians = {who: [one[size][0] for one in of] for who, of in samples.items()}
+        least = {who: min(one[size][1] for one in of) for who, of in samples.items()}
+        cpu = {who: statistics.median(one[size][2] for one in of) for who, of in samples.items()}
         times = [f"{time_text(statistics.median(medians[who]))} ({time_text(least[who])})" for who in samples]
         ratio = statistics.median(a / b for a, b in zip(medians["ours"], medians["gloo"]))
         used = [f"{1e9 / int(size) * cpu[who]:.2f}" for who in samples] if int(size) >= 1 << 20 else ["", ""]

@@ -265,7 +265,9 @@ class _Resume:
         told = (fault and (type(fault).__name__, str(fault))), numbers, estimator.max_epoch, estimator.max_batch, files
         failed, numbers, estimator.max_epoch, estimator.max_batch, files = broadcast_object(told)
         if failed:
-            raise fault or ValueError(f"rank 0 cannot resume: {': '.join(failed)}")
+            where: dict[str, Any] = {**process.current().topology.prefix, "operation": "fit"}
+            fix = "see the files in model_dir on rank 0, or pass resume_from_checkpoint=False."
+            raise fault or InvalidRequestError(message(f"rank 0 cannot resume: {': '.join(failed)}.", **where, fix=fix))
         vars(handler).update(numbers)
         if files is None:
             return
