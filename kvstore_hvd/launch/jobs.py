@@ -98,6 +98,7 @@ class Job:
         self._failed_worlds = 0  # in a row
         self._failure = ""  # of the last of them
         self._apart: Counter[frozenset[str]] = Counter()  # meetings in which two hosts did not reach each other
+        self._has_state = False  # all members of some world have got the state of the training, or one has finished
         self._over = False
         self._actions: list[Action] = []
         self._note("job_start", job=settings.job, min_np=settings.min_np, max_np=settings.max_np)
@@ -204,8 +205,9 @@ class Job:
         elif kind == "synced":
             worker.synced, worker.finished = True, False  # finished: of an earlier run()
             self.generation.synced.add(worker.id)
+            self._has_state = self._has_state or self._all_synced
         elif not worker.finished:  # it says 'finished'
-            worker.finished = True
+            worker.finished = self._has_state = True
             self._note("worker_finished", worker=worker.id)
         self.tick(now)
 
@@ -312,8 +314,12 @@ class Job:
         return self._succeeded or any(worker.finished and worker.alive for worker in self.workers.values())
 
     def _with_state(self) -> list[Worker]:
-        """The workers that have reported the state of the training, also those that have ended."""
-        return [worker for worker in self.workers.values() if worker.synced]
+        """The workers with the state of the training, also ended ones; none before a whole world has it."""
+        return [worker for worker in self.workers.values() if worker.synced and self._has_state]
+
+    @property
+    def _all_synced(self) -> bool:
+        return self.generation.synced.issuperset(worker.id for worker in self.generation.members)
 
     def _outside(self) -> list[Worker]:
         """The workers that may be in the next world, and are not in this one, oldest first."""
@@ -356,8 +362,7 @@ class Job:
 
     def _has_worked(self, now: float) -> bool:
         """Whether all members of this generation have the state, or have trained for some time."""
-        has_state = self.generation.synced.issuperset(worker.id for worker in self.generation.members)
-        return has_state or now - self.generation.joined_at >= _SOON_S
+        return self._all_synced or now - self.generation.joined_at >= _SOON_S
 
     def _expect(self, now: float, cause: str) -> None:
         """Give the workers that are not ready a deadline: one waits, for this cause."""
@@ -430,8 +435,9 @@ class Job:
         running, generation = self.running, self.generation
         among = generation.members if generation.begun else self._last_of_slots()
         having = self._with_state()
-        # Until a worker has reported the state, each member may have it.
-        state_is_lost = all(worker.code is not None or worker.leaving for worker in having or generation.members)
+        # Before a whole world has it, each member begins it; a member that has not answered may have got it.
+        may_have = [*(having or generation.members), *(worker for worker in generation.left if not worker.ready)]
+        state_is_lost = all(worker.code is not None or worker.leaving for worker in may_have)
         if not self._settings.replaces:
             if any(worker.code for worker in among):  # the others may still report the failure
                 self._fail_at = min(self._fail_at, now + self._settings.survivor_time_s)

@@ -108,6 +108,23 @@ def test_when_nobody_is_left_the_state_is_lost():
     assert play.told(2, "fail")
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_a_member_that_has_not_answered_may_have_got_the_state(goes_on):
+    """The state of the first world is where each begins; later, it is lost when nobody has it and all have answered."""
+    play = begun({"a": 2})
+    play.say(0, "synced", generation=0)
+    play.kill(0)
+    play.ready(1)
+    assert play.meet() == [1]
+    play.say(1, "synced", generation=1)
+    play.ready(2, 1, cause="updated")
+    assert play.meet() == [1, 2]
+    play.kill(1)
+    assert play.ending is None
+    play.say(2, "synced", generation=2) if goes_on else play.ready(2)
+    assert (play.ending is None) == goes_on
+
+
 def test_a_newcomer_is_told_a_place_before_it_is_in_a_world():
     play = Play({"a": 3, "b": 1})
     play.enter(3, "other")

@@ -112,6 +112,7 @@ class History:
         self.generations = []
         self.worlds = {}  # of the generation that is being given out
         self.known_dead, self.synced, self.dismissed, self.kinds = set(), set(), set(), set()
+        self.has_state = False  # all members of a world have got it, or a worker has finished
         self.gone_well = False
         self.apart = rng.choice((set(), {"a", "b"}, {"b", "c"}))  # hosts that do not reach each other
         self.ending = None
@@ -189,7 +190,7 @@ class History:
         assert len(runs) == len(set(runs)), "workers of one machine are torn apart"
         having = [member for member in members if member in self.synced]
         assert not having or members[0] == having[0], "rank 0 has not the state"
-        assert having or not self.synced, "nobody has the state"
+        assert having or not (self.synced and self.has_state), "nobody has the state"
         groups = {}
         for member in old:
             groups.setdefault((member in having, self.actors[member].identity), set()).add(member)
@@ -218,6 +219,9 @@ class History:
         else:
             self.job.heard(actor.number, word, self.now)
             self.synced = {worker.id for worker in self.job.workers.values() if worker.synced}
+            generation, finished = self.job.generation, any(worker.finished for worker in self.job.workers.values())
+            has_all = generation.begun and {member.id for member in generation.members} <= generation.synced
+            self.has_state |= finished or has_all
         self.apply()
 
     def pass_time(self, seconds):
