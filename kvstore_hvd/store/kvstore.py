@@ -296,10 +296,11 @@ class Horovod(mx.kvstore.KVStoreBase):
             - ``'operations'``: calls of each kind. ``'bytes'``: of this worker's arrays.
             - ``'arena'``: bytes ``'used'`` and ``'capacity'`` of the memory for gradients that workers sum in place; of
               all stores of this worker.
-            - ``'rounds'``: ``'count'``; ``'exposed_ms'``: milliseconds in which an operation was exposed (in training:
-              how long the steps waited for communication); ``'reducing_ms'``: the part of these in which something was
-              being reduced (the rest was spent waiting for other workers). All operations of this worker since the
-              workers met count, also barriers and those on NumPy arrays.
+            - ``'rounds'``: ``'count'``; ``'exposed_ms'``: milliseconds in which an operation was exposed;
+              ``'reducing_ms'``: the part of these in which something was being reduced, the most that faster
+              communication could gain; the rest was spent waiting for other workers, the most that workers of equal
+              speed could gain. Updates of other parameters fill a part of both. All operations of this worker since
+              the workers met count, also barriers and those on NumPy arrays.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known (those after the first 10,000
               together): ``'operations'``, ``'bytes'``, and what the engine measured since the workers met:
@@ -312,8 +313,8 @@ class Horovod(mx.kvstore.KVStoreBase):
             *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation of this
             worker's hid. A round is a series of operations in which no key occurs twice: in training, a step. An
             operation is exposed from the last submission of its round until it is complete (or the next round begins),
-            so not at all if it completes before. The exposed times of a round overlap: the communication that a step
-            waits for is their maximum, not their sum.
+            so not at all if it completes before. The exposed times of a round overlap: a step waits for their maximum at
+            most, not for their sum.
         """
         memory = self._member.arena
         arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}

@@ -58,8 +58,8 @@ def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
     assert entries["keys"]["weight"] == {"operations": {"pushpull": 4}, "bytes": 4 << 20, **told}
     rounds, arena = {"count": 3, "exposed_ms": 1.5, "reducing_ms": 0.5}, {"used": 1 << 20, "capacity": 8 << 20}
     assert str(Report({"workers": 2, "rounds": rounds, "arena": arena, **entries})).splitlines() == [
-        "2 workers; 4 pushpull, 1 broadcast; 4.0 MiB; training waited 1.5 ms for communication (3 steps); "
-        "arena: 1.0 of 8.0 MiB",
+        "2 workers; 4 pushpull, 1 broadcast; 4.0 MiB; training waited at most 0.5 ms for sums, 1.0 ms for "
+        "workers (3 steps); arena: 1.0 of 8.0 MiB",
         "key     calls    bytes  algorithm  queued ms  reducing ms  exposed ms  staged because",
         "weight      4  4194304  two-shot     250.000      500.000     125.000  3 devices",
         "loss        1        4",
