@@ -8,14 +8,8 @@ from typing import Any
 
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.elastic.checkpoint import Stored
-from kvstore_hvd.elastic.handlers import (
-    ParametersHandler,
-    RandomHandler,
-    SamplerHandler,
-    StagedHandler,
-    StateHandler,
-    drain,
-)
+from kvstore_hvd.elastic.handlers import RandomHandler, SamplerHandler, StagedHandler, StateHandler
+from kvstore_hvd.elastic.parameters import ParametersHandler, drain
 from kvstore_hvd.elastic.state import ObjectState, is_sampler
 from kvstore_hvd.elastic.trainers import TrainerHandler
 from kvstore_hvd.errors import InvalidRequestError, message

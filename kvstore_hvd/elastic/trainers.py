@@ -13,7 +13,7 @@ import kvstore_hvd
 from kvstore_hvd import mxnet as hvd
 from kvstore_hvd import mxnet_compat
 from kvstore_hvd.elastic.checkpoint import Stored
-from kvstore_hvd.elastic.handlers import Arrays, ArraysHandler, Details, Image, Spec
+from kvstore_hvd.elastic.parameters import Arrays, ArraysHandler, Details, Image, Spec
 from kvstore_hvd.elastic.state import deep_copy, named_copies
 from kvstore_hvd.errors import InvalidRequestError, message
 from kvstore_hvd.store.arrays import new_array

@@ -313,8 +313,8 @@ class Horovod(mx.kvstore.KVStoreBase):
             *reducing*: from then on until the sum is there. *exposed*: the part of both that no computation of this
             worker's hid. A round is a series of operations in which no key occurs twice: in training, a step. An
             operation is exposed from the last submission of its round until it is complete (or the next round begins),
-            so not at all if it completes before. The exposed times of a round overlap: a step waits for their maximum at
-            most, not for their sum.
+            so not at all if it completes before. The exposed times of a round overlap: a step waits for their maximum
+            at most, not for their sum.
         """
         memory = self._member.arena
         arena = {"used": memory.used, "capacity": memory.capacity} if memory else {"used": 0, "capacity": 0}

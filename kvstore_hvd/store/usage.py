@@ -42,8 +42,9 @@ class Report(dict[str, Any]):
         if self["arena"]["capacity"]:
             arena = f"arena: {_mib(self['arena']['used'])} of {_mib(self['arena']['capacity'])} MiB"
         rounds = self["rounds"]
-        sums, others = rounds["reducing_ms"], rounds["exposed_ms"] - rounds["reducing_ms"]
-        waited = f"training waited at most {sums:.1f} ms for sums, {others:.1f} ms for workers ({rounds['count']} steps)"
+        steps, sums = rounds["count"], rounds["reducing_ms"]
+        others = rounds["exposed_ms"] - sums
+        waited = f"training waited at most {sums:.1f} ms for sums, {others:.1f} ms for workers ({steps} steps)"
         lines = [f"{self['workers']} workers; {calls}; {_mib(self['bytes'])} MiB; {waited}; {arena}"]
         if self["keys"]:
             rows = [["key", "calls", "bytes", "algorithm", *(f"{name} ms" for name in _TIMES), "staged because"]]
