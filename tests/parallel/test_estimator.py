@@ -83,6 +83,7 @@ def test_a_training(rank, size, kind):
     assert hvd.allgather_object(training) == [training] * size
 
 
+@pytest.mark.sizes
 @pytest.mark.parametrize("constant", [False, True])
 def test_a_step_is_that_of_one_process(rank, size, constant):
     """A store sums, a DistributedTrainer averages: both divide by the samples of all workers.

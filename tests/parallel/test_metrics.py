@@ -80,6 +80,7 @@ if is_mxnet_2():
     METRICS += [(library.MeanPairwiseDistance(), "numbers", {}), (library.MeanCosineSimilarity(), "numbers", {})]
 
 
+@pytest.mark.sizes
 @pytest.mark.parametrize(("name", "kind", "options"), METRICS)
 def test_values_are_those_of_one_process(rank, size, name, kind, options):
     """Also where the third worker has no sample; a get changes nothing."""

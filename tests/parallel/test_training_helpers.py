@@ -94,6 +94,7 @@ def test_only_gradients_of_a_trainer_are_clipped():
         hvd.clip_global_norm([mx.nd.ones(1)], 1.0)
 
 
+@pytest.mark.sizes
 def test_running_statistics_are_averaged_by_samples(rank, size):
     net = mx.gluon.nn.HybridSequential()
     net.add(mx.gluon.nn.BatchNorm(in_channels=3), mx.gluon.nn.HybridSequential())
@@ -117,3 +118,12 @@ def test_running_statistics_are_averaged_by_samples(rank, size):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         hvd.average_running_statistics(mx.gluon.nn.Dense(2, in_units=2))  # which has none
+
+
+def test_iterators_of_mxnet_split_a_file(rank, size, tmp_path):
+    """The recipe of docs/training.md; each worker has a copy of the file."""
+    path = tmp_path / "samples"
+    path.write_text("".join(f"{number} 0:1\n" for number in range(23)))
+    batches = mx.io.LibSVMIter(data_libsvm=str(path), data_shape=(1,), batch_size=4, num_parts=size, part_index=rank)
+    share = [label for batch in batches for label in batch.label[0].asnumpy()[: 4 - batch.pad].tolist()]
+    assert [label for each in hvd.allgather_object(share) for label in each] == list(range(23))
