@@ -23,7 +23,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.mxnet_compat import hooks
 
 # `Rule` of native/reduce/update.hpp.
-_SGD_1, _MULTI_SGD_1, _SGD_2, _MOMENTUM_1, _MOMENTUM_2, _NAG_1, _NAG_2 = range(7)
+_SGD_1, _MULTI_SGD_1, _SGD_2, _MOM_1, _MOM_2, _NAG_1, _NAG_2 = range(7)
 _MIXED_NAG_2, _ADAM_1, _ADAM_2, _ADAMW, _LAMB_1, _LAMB_2 = range(7, 13)
 
 
@@ -32,29 +32,18 @@ class _Operator(NamedTuple):
     rules: tuple[int, ...]
 
 
-_SGD = _Operator(0, (_SGD_1, _MULTI_SGD_1, _SGD_2))
-_MOMENTUM = _Operator(1, (_MOMENTUM_1, _MOMENTUM_2))
-_NAG = _Operator(1, (_NAG_1, _NAG_2, _MIXED_NAG_2))
-_ADAM = _Operator(2, (_ADAM_1, _ADAM_2))
-_ADAMW_MULTI = _Operator(2, (_ADAMW,))
-_LAMB_MULTI = _Operator(2, (_LAMB_1, _LAMB_2))
 # "multi_": of several parameters; "mp_": with float32 copies of float16.
 _OPERATORS = {
-    "sgd_update": _SGD,
-    "mp_sgd_update": _SGD,
-    "multi_sgd_update": _SGD,
-    "multi_mp_sgd_update": _SGD,
-    "sgd_mom_update": _MOMENTUM,
-    "mp_sgd_mom_update": _MOMENTUM,
-    "multi_sgd_mom_update": _MOMENTUM,
-    "multi_mp_sgd_mom_update": _MOMENTUM,
-    "nag_mom_update": _NAG,
-    "mp_nag_mom_update": _NAG,
-    "adam_update": _ADAM,
-    "multi_adamw_update": _ADAMW_MULTI,
-    "multi_mp_adamw_update": _ADAMW_MULTI,
-    "multi_lamb_update": _LAMB_MULTI,
-    "multi_mp_lamb_update": _LAMB_MULTI,
+    name: _Operator(states, rules)
+    for states, rules, names in (
+        (0, (_SGD_1, _MULTI_SGD_1, _SGD_2), "sgd_update mp_sgd_update multi_sgd_update multi_mp_sgd_update"),
+        (1, (_MOM_1, _MOM_2), "sgd_mom_update mp_sgd_mom_update multi_sgd_mom_update multi_mp_sgd_mom_update"),
+        (1, (_NAG_1, _NAG_2, _MIXED_NAG_2), "nag_mom_update mp_nag_mom_update"),
+        (2, (_ADAM_1, _ADAM_2), "adam_update"),
+        (2, (_ADAMW,), "multi_adamw_update multi_mp_adamw_update"),
+        (2, (_LAMB_1, _LAMB_2), "multi_lamb_update multi_mp_lamb_update"),
+    )
+    for name in names.split()
 }
 # The modules whose optimizers call them: of MXNet 1, and of MXNet 2.
 _MODULES = ("optimizer", "sgd", "nag", "adam", "adamW", "lamb")
