@@ -6,8 +6,6 @@ last line is the total, ``N passed, N failed``. A parallel test counts once for 
 when it failed, or was not run, on any. What every rank printed stays in the folder given by ``--out``.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -4,8 +4,6 @@ One process imports MXNet and pytest once. It forks a process for each fault, wh
 it, and forks the ranks of the tests. The checkout is not changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

@@ -1,7 +1,5 @@
 """The arrays of one operation on this rank, and what they have to hold when it is over."""
 
-from __future__ import annotations
-
 import ctypes
 import random
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """From an operation of a program to a call of the public interface, right or with its fault."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable

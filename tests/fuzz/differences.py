@@ -3,8 +3,6 @@
 Hosts differ in tests/run.py (KVHVD_TEST_HOSTS) and tests/native/test_programs, builds in tests/native/test_records.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

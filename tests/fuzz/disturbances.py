@@ -3,8 +3,6 @@
 A seed chooses everything that a test can choose; which instruction of a worker a signal meets is up to the machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal

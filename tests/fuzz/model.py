@@ -8,8 +8,6 @@ postscale is divided by the number of members. So nothing is left to rounding, a
 Arrays of bfloat16 are arrays of float32 here, with values that bfloat16 has.
 """
 
-from __future__ import annotations
-
 import functools
 import zlib
 from collections.abc import Callable, Sequence

@@ -7,8 +7,6 @@ Operations that wait come in the order of the program, on every rank. Others may
   them before they wait themselves for that operation or a later one.
 """
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 

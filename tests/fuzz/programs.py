@@ -6,8 +6,6 @@ differ between ranks is drawn from `differences`. Some operations have a fault: 
 does wrong.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from dataclasses import dataclass, field, fields

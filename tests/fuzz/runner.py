@@ -1,7 +1,5 @@
 """Runs many programs in the world of this process; every rank calls it alike."""
 
-from __future__ import annotations
-
 import os
 import random
 

@@ -5,8 +5,6 @@ promises to, and updates with MXNet's own optimizer: all parameters after every 
 gradients are weighted, they are its numbers, but for rounding. Everything is drawn alike on all workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import tempfile

@@ -151,8 +151,7 @@ def test_arrays_of_mxnet_travel_also_under_horovods_name(notebook):
             net.initialize(mx.init.One())
             trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 1})
             with mx.autograd.record():
-                loss = net(given * 2).sum()
-            loss.backward()
+                net(given * 2).sum().backward()
             trainer.step(1)
             return net.weight.data() * factor, net.bias.data().asnumpy()
         ((weight, bias),) = horovod.run(work, (nd.ones((1, 3)), 10), np=1, use_gloo=True)

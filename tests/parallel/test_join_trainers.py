@@ -129,8 +129,7 @@ def test_gradients_that_add_up(rank, size):
         with Join([trainer]):
             for _ in range(3 if rank == 0 or epoch == 1 else 1):
                 with mx.autograd.record():
-                    loss = weight.data().sum()
-                loss.backward()
+                    weight.data().sum().backward()
                 trainer.step(1 + rank)
                 weight.grad()[:] = 0
     np.testing.assert_allclose(before - weight.data().asnumpy(), 4 * 2 / (size + 1) + 2 / size, rtol=1e-6)

@@ -195,8 +195,7 @@ def train(trainer_of, sparse_grad, ranks, batch, steps=STEPS, around=contextlib.
         for number in range(steps):
             words = [np.random.default_rng([rank, number]).integers(0, ROWS - 2, BATCH) for rank in ranks]
             with mx.autograd.record():
-                loss = ((net(mx.nd.array(np.concatenate(words))) - 0.25) ** 2).sum()
-            loss.backward()
+                ((net(mx.nd.array(np.concatenate(words))) - 0.25) ** 2).sum().backward()
             assert net.weight.list_grad()[0].stype == ("row_sparse" if sparse_grad else "default")
             trainer.step(batch)
     return net.weight.data().asnumpy()
@@ -234,8 +233,7 @@ def test_an_overflow_on_another_worker(rank, size):
     trainer = mx.gluon.Trainer(layer.collect_params(), optimizer, kvstore=None)
     scaler_of(trainer)
     with mx.autograd.record():
-        loss = layer(mx.nd.array([rank])).sum()
-    loss.backward()
+        layer(mx.nd.array([rank])).sum().backward()
     if rank == size - 1:
         layer.weight.grad()[:] = np.inf
     trainer.step(1)
@@ -249,8 +247,7 @@ def test_first_step_while_a_weight_is_read(rank, size):
     layer.initialize(mx.init.Constant(0.5 + rank))
     trainer = mx.gluon.Trainer(layer.collect_params(), "sgd", {"learning_rate": 1.0}, kvstore="horovod")
     with mx.autograd.record():
-        loss = layer(mx.nd.array([1, 2])).sum()
-    loss.backward()
+        layer(mx.nd.array([1, 2])).sum().backward()
     layer.weight.list_grad()[0].wait_to_read()
     if rank > 0:
         mx.nd.dot(layer.weight.data(), mx.nd.ones((4, 200_000))).sum()

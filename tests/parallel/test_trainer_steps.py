@@ -242,8 +242,7 @@ def test_gradients_that_are_stale_on_some_workers(rank, size, who, how):
     for step in range(6):
         if takes_part(step, rank):
             with mx.autograd.record():
-                loss = loss_of(nets, step, rank)
-            loss.backward()
+                loss_of(nets, step, rank).backward()
         before = [each.grad().asnumpy() for each in trained]
         if who == "apart":
             trainer.allreduce_grads()
@@ -275,8 +274,7 @@ def test_gradients_that_are_stale_on_one_device(rank, size, kind):
         for device, weight in enumerate(parameters(net)[0].list_data()):
             if step == 0 or (rank, device) == (0, 0):
                 with mx.autograd.record():
-                    loss = weight.sum()
-                loss.backward()
+                    weight.sum().backward()
         trainer.step(1, ignore_stale_grad=True)
     for weight in parameters(net)[0].list_data():
         np.testing.assert_allclose(before - weight.asnumpy(), 2.0 + 2.0 / size, rtol=1e-6)
@@ -292,8 +290,7 @@ def test_stale_gradients_of_parameters_of_one_name(rank, size):
     trainer = mx.gluon.Trainer(trained, "sgd", {"learning_rate": 1.0}, kvstore=mx.kv.create("horovod"))
     for net in (nets[1], nets[0], nets[1]):
         with mx.autograd.record():
-            loss = net(array(np.full((1, 1), rank + 1, np.float32))).sum()
-        loss.backward()
+            net(array(np.full((1, 1), rank + 1, np.float32))).sum().backward()
         trainer.step(1, ignore_stale_grad=True)
     total = size * (size + 1) / 2
     assert [each.data().asscalar() for each in trained] == [1.0 - total, 1.0 - 2 * total]
@@ -311,8 +308,7 @@ def test_stale_gradients_after_other_updates(rank, how):
     def step(takes_part, slope=1.0, updates=True, ignore=True):
         if takes_part:
             with mx.autograd.record():
-                loss = (net(array(np.ones((1, 1), np.float32))) * slope).sum()
-            loss.backward()
+                (net(array(np.ones((1, 1), np.float32))) * slope).sum().backward()
         if how == "overflow":
             trainer.step(1, ignore_stale_grad=True)
         else:

@@ -3,8 +3,6 @@
 In the end `assert_all_right` looks at the steps that count, and at what they must have led to.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

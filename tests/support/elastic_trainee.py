@@ -13,8 +13,6 @@ There are four ways to train (``--kind``): a Trainer of Gluon on the store, a `D
 and a Trainer of Gluon with a `DistributedOptimizer`. All but the first divide by the number of workers themselves.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

@@ -4,8 +4,6 @@ A module of tests derives from `ExecutorCases` and has the fixtures ``ranks`` an
 """
 
 # ruff: noqa: B023 - on_ranks returns before the next turn of the loop
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A stand-in for NCCL beside `fake_cuda`: one communicator, whose operations run on the streams of its ranks."""
 
-from __future__ import annotations
-
 import ctypes
 import threading
 from collections import Counter

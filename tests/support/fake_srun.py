@@ -1,8 +1,6 @@
 #!/usr/bin/env python3
 """Stands for srun, which runs a command here."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -5,8 +5,6 @@ signal: between two operations, or from another thread at any time. Ranks that a
 ``caught: ``. After SIGSTOP somebody has to continue the victim; then all meet again, and programs are right as before.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Gluon networks for tests, alike on MXNet 1 (mx.nd) and MXNet 2 (mx.np)."""
 
-from __future__ import annotations
-
 import importlib
 import os
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Arrays that say they are on a GPU, some of them truly (in the memory of `fake_cuda`), some of them not."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Ranks as threads of one process, each with an executor for its GPU: a real one, or that of `fake_cuda`."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -1,7 +1,5 @@
 """An executor for tests: its "device" is the host, and what crosses between workers goes through the CPU engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from kvstore_hvd import native

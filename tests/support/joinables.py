@@ -1,7 +1,5 @@
 """Joinables of a program's own."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

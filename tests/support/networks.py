@@ -130,8 +130,7 @@ def trainer_of(net: Any, kvstore: Any = "create") -> Any:
 
 def backward(net: Any, data: Any) -> None:
     with autograd.record():
-        loss = (net(data) ** 2).mean()
-    loss.backward()
+        (net(data) ** 2).mean().backward()
 
 
 def step(net: Any, trainer: Any, name: str, seed: int, rank: int, dtype: str = "float32") -> None:

@@ -1,7 +1,5 @@
 """The adapter between MXNet's engine and ours, with a second rank in the same process."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

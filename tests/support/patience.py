@@ -1,7 +1,5 @@
 """How long tests wait for conditions and for children, on a machine that is busy with other things."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

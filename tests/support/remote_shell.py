@@ -5,8 +5,6 @@ It runs the command here, in a session of its own and behind pipes, and passes b
 ``KVHVD_TEST_SHELL_PORT`` it connects to this port of the host, where ``remote_shell.py --serve PORT`` runs commands.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

@@ -1,7 +1,5 @@
 """Timelines as their viewers read them: the trace event format, checked event by event."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

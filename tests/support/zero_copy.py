@@ -1,7 +1,5 @@
 """What tests of gradients in shared memory ask the engine and MXNet, and how they compare with staged ones."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Arguments of the store are brought into one form; wrong ones are named, and nothing is submitted then."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
