@@ -39,8 +39,6 @@ class Calls:
         """Raise what any call on the set would raise: the error of an operation that nobody has read."""
         self._set_of(members).world("check").check()
 
-    # -- Arrays -----------------------------------------------------------------------------------------------------
-
     def prepare(
         self, operation: Operation, model: Model, draw: random.Random, fault: Optional[Fault], source: Any
     ) -> Arrays:
@@ -140,8 +138,6 @@ class Calls:
                 arrays.expected.append((array, np.asarray(values), "input"))
             else:
                 arrays.expected.append((array, None, ""))
-
-    # -- Calls ------------------------------------------------------------------------------------------------------
 
     def submit(self, operation: Operation, arrays: Arrays, draw: random.Random, fault: Optional[Fault]) -> None:
         """Call the operation; what it returns is added to `arrays`."""
@@ -297,8 +293,6 @@ class Calls:
             wanted = object_of(arrays.model.seed, operation, operation.root)
         if got != wanted:
             arrays.differences.append(f"{str(got)[:100]} instead of {str(wanted)[:100]}")
-
-    # -- Calls that must be refused ---------------------------------------------------------------------------------
 
     def call_as_outsider(self, operation: Operation) -> None:
         """Call an operation of a set that this rank is not a member of."""

@@ -121,8 +121,6 @@ class _Run:
         self._check_faults()
         return self._outcome
 
-    # -- Submission -------------------------------------------------------------------------------------------------
-
     def _submit(self, operation: Operation) -> None:
         if operation.kind == "wait":
             assert operation.source is not None
@@ -165,8 +163,6 @@ class _Run:
         else:
             self._problem(operation, "wrong arguments were taken")
 
-    # -- Results ----------------------------------------------------------------------------------------------------
-
     def _compare(self, operation: Operation) -> None:
         arrays = self._arrays[operation.index]
         for array, expected, what in self._draw.sample(arrays.expected, len(arrays.expected)):
@@ -191,8 +187,6 @@ class _Run:
                 return read(array)
         self._problem(operation, "an array raises an error at every read")
         return None
-
-    # -- Errors -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def _errors(self, operation: Operation | None) -> Iterator[None]:

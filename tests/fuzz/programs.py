@@ -181,8 +181,6 @@ class _Generator:
             program.leaver = draw.randrange(size)
         return program
 
-    # -- One operation ----------------------------------------------------------------------------------------------
-
     def _operation(self, kind: str, names: list[str], chained: bool = True) -> Optional[Operation]:
         draw = self._draw
         members = self._sets[0]
@@ -308,8 +306,6 @@ class _Generator:
                     operation.in_place = False
                 source.overwritten = operation.in_place or operation.kind == "pushpull"
                 return
-
-    # -- Faults -----------------------------------------------------------------------------------------------------
 
     def _fault(self, operation: Operation, wanted: str = "") -> bool:
         """Draw a fault, or the one that is wanted if it is possible; returns whether there is one."""

@@ -128,8 +128,6 @@ class Network:
         for words in (["eth0", "down"], ["eth0", "name", interface], [interface, "up"]):
             _ip("-n", self._space(name), "link", "set", *words)
 
-    # -- Processes --------------------------------------------------------------------------------------------------
-
     def mpirun(self, mpi: Launcher, ranks: Sequence[int], *program: Any, **more: str) -> subprocess.Popen[bytes]:
         """Start a program of Python with so many ranks on each host; it prints to the files `out` and `err`."""
         hosts = ",".join(f"{name}:{count}" for name, count in zip(self.names, ranks))
@@ -193,8 +191,6 @@ class Network:
     def shared_files(self, name: str) -> list[str]:
         first = (self.folder / f"{name}.pid").read_text()
         return os.listdir(Path("/proc", first, "root", "dev", "shm"))
-
-    # -- Faults -----------------------------------------------------------------------------------------------------
 
     def crash(self, name: str, *, is_silent: bool = True) -> None:
         """End a host with everything on it; unless it is silent, its kernel closes the connections."""

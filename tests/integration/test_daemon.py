@@ -194,8 +194,6 @@ assert refused(b'\\0\\x20\\0\\0\\0\\0\\0\\0')  # as many bytes are to follow
     assert len(os.listdir(files)) == before
 
 
-# -- Ends -----------------------------------------------------------------------------------------------------------
-
 DEAF = "import signal\nfor number in (10, 15): signal.signal(number, signal.SIG_IGN)\n" + FINISHED
 DEAF += "threading.Event().wait(100)"
 

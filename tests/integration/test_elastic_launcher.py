@@ -15,9 +15,6 @@ from support.jobs import status_of
 pytestmark = pytest.mark.alike
 
 
-# -- Start and end ------------------------------------------------------------------------------------------------
-
-
 def test_a_job_without_faults(start):
     job = start("--min-np 2 --max-np 3 -H localhost:2,127.0.0.2:1").go("finish").end()
     assert job.err == ""
@@ -83,9 +80,6 @@ def test_modules_in_the_users_folder_are_not_taken_for_the_launchers(run, tmp_pa
     run("--min-np 1", ["true"], launcher=[sys.executable, str(tmp_path / "kvhvdrun")], cwd=folder)
 
 
-# -- Losses -------------------------------------------------------------------------------------------------------
-
-
 def test_killed_workers_and_daemons_are_replaced(start):
     """Rank 0; two at once; a daemon of two."""
     job = start("--min-np 1 --max-np 3 -H localhost:1,127.0.0.2:2")
@@ -102,9 +96,6 @@ def test_killed_workers_and_daemons_are_replaced(start):
     job.go("finish").end()
     assert "kvhvdrun: worker 0 (localhost:0) was killed by SIGKILL.\n" in job.err
     assert job.err.count("host 127.0.0.2 is lost: its daemon") == 1
-
-
-# -- Discovery ----------------------------------------------------------------------------------------------------
 
 
 def test_hosts_come_and_go(start, tmp_path):

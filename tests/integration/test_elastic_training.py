@@ -42,9 +42,6 @@ def end_well(job):
     assert_all_right(job)
 
 
-# -- Workers ------------------------------------------------------------------------------------------------------
-
-
 def test_a_preempted_host_leaves_at_a_commit_and_a_killed_worker_costs_itself_only(train):
     """SIGTERM to its daemon costs no step, and after its cooldown the host is used again. Both have rank 0."""
     options = ["-H", "localhost:1,127.0.0.2:1", "--blacklist-cooldown-range", "1", "2"]
@@ -69,9 +66,6 @@ def test_a_preempted_host_leaves_at_a_commit_and_a_killed_worker_costs_itself_on
     text = f"the daemon on localhost (pid {daemon}) was ended by SIGTERM"
     assert f"host localhost leaves: {text}." in job.err
     assert f"host localhost is lost: {text}. It gets no worker for " in job.err
-
-
-# -- Hosts that are namespaces --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -113,8 +107,6 @@ def test_two_hosts_do_not_reach_each_other(train, network):
     assert "host node2 is left out for " in job.err
     assert job.events("host_lost") == []
 
-
-# -- Process sets, epochs and reset callbacks -----------------------------------------------------------------------
 
 CHANGES = """
 import kvstore_hvd.mxnet as hvd
@@ -178,8 +170,6 @@ def test_what_people_have_reported_of_horovods_elastic_jobs(start, tmp_path):
     job.until_printed("[0] epoch", job.out.count("[0] epoch") + 2)
     job.go("stop").end()
 
-
-# -- Jobs that are lost, or replace nobody --------------------------------------------------------------------------
 
 COUNT = """
 import numpy as np

@@ -54,9 +54,6 @@ def with_name(marker, name):
     return sorted({pid for pid, file in files if file.exists() and name in file.read_bytes()})
 
 
-# -- Ends ---------------------------------------------------------------------------------------------------------
-
-
 def test_exit_code_and_last_words_of_the_first_failure(run):
     program = "if rank == 1: say('early\\n' 'ValueError: bad', sys.stderr); sys.exit(7)\nforever()"
     err = run("-np 3", program, code=7, KVHVD_SURVIVOR_TIME="0.1").err
@@ -112,9 +109,6 @@ for own in (False, True):
     assert run("-np 2", CHILDREN + program).err == ""
 
 
-# -- Starts that fail ------------------------------------------------------------------------------------------------
-
-
 def test_a_script_without_an_interpreter_is_named(run, tmp_path):
     script = tmp_path / "train"
     script.write_text("echo\n")
@@ -122,9 +116,6 @@ def test_a_script_without_an_interpreter_is_named(run, tmp_path):
     err = run("-np 2", [str(script)], code=126).err
     assert str(script) in err
     assert "#!" in err
-
-
-# -- Nothing is left ----------------------------------------------------------------------------------------------
 
 
 def test_a_guard_that_is_killed_costs_the_job_nothing(start, marker):
@@ -172,9 +163,6 @@ def test_a_launcher_that_is_stopped_and_continued_goes_on(start, options):
     time.sleep(3.0)  # longer than the lease
     job.process.send_signal(signal.SIGCONT)
     assert job.go().end().err == ""
-
-
-# -- Signals ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

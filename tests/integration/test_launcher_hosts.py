@@ -107,9 +107,6 @@ report(rank=topology.rank, size=topology.local_size, total=float(kvstore_hvd.all
     assert reports == [{"rank": rank, "size": 3, "total": 3.0} for rank in range(3)]
 
 
-# -- Hosts that do not come ---------------------------------------------------------------------------------------
-
-
 def test_all_hosts_that_do_not_come_are_told_with_the_last_words_of_the_shell(run):
     """No worker is started anywhere."""
     job = run(f"{SHELL} -H localhost:1,refused:1,node1:1,babbling:1,bare:2,old:1,homeless:1", "say('begun')", code=126)
@@ -161,9 +158,6 @@ def test_ctrl_c_while_a_host_is_awaited(start):
     job.end(130, signal.SIGINT)
 
 
-# -- Hosts that are lost ------------------------------------------------------------------------------------------
-
-
 def test_a_shell_is_killed(start):
     """The workers behind it end, and a static job with them."""
     job = start(f"{SHELL} -H localhost:1,node1:2", "say('ready\\n')\nforever()", KVHVD_SURVIVOR_TIME="0.1")
@@ -212,9 +206,6 @@ def test_a_second_ctrl_c_waits_for_no_silent_host(start):
         job.process.send_signal(signal.SIGINT)
         job.until_printed("no")
         job.end(128 + signal.SIGINT, signal.SIGINT, leaves=True)
-
-
-# -- Hosts that are namespaces --------------------------------------------------------------------------------------
 
 
 @pytest.fixture

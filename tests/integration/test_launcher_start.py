@@ -15,8 +15,6 @@ from support.launchers import kvhvdrun
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 
-# -- Open files ---------------------------------------------------------------------------------------------------
-
 LIMITED = """
 import resource
 import kvstore_hvd
@@ -109,8 +107,6 @@ def test_gradients_are_in_shared_memory_also_under_limits(run, limit):
     command = ["bash", "-c", f'ulimit {limit} && exec "$@"', "bash", *kvhvdrun().prefix]
     assert run("-np 2", TRAIN, launcher=command).reports() == [{"inside": [True] * 4, "in_place": True}] * 2
 
-
-# -- Calls of the system --------------------------------------------------------------------------------------------
 
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 SOURCE = Path(__file__).resolve().parents[1] / "support" / "refusals.cpp"

@@ -107,8 +107,6 @@ report(codes=codes, total=total())
         assert (one["codes"], one["total"]) == (list(ends.values()), 2.0)
 
 
-# -- Communicators ------------------------------------------------------------------------------------------------
-
 COMMUNICATORS = """
 import numpy as np
 import kvstore_hvd.mxnet as hvd
@@ -169,9 +167,6 @@ def test_worlds_and_process_sets_of_communicators(run):
     assert [report["listed"] for report in reports] == [[1, 2, 5], [0, 1, 2], [0, 1, 3], [0, 2, 5]]
 
 
-# -- What MPI lacks -----------------------------------------------------------------------------------------------
-
-
 def test_mpi4py_is_missing_or_cannot_load_mpi(run, tmp_path):
     (tmp_path / "mpi4py.py").write_text("raise ImportError('no such module')")
     missing = f"sys.path.insert(0, {str(tmp_path)!r})\n"
@@ -182,9 +177,6 @@ def test_mpi4py_is_missing_or_cannot_load_mpi(run, tmp_path):
         reports = run("-np 2", before + FAILURE, launcher=OWN, **variables).reports()
         assert [r["kind"] for r in reports] == ["LaunchError"] * 2
         assert all(text in reports[0]["text"] for text in texts)
-
-
-# -- mpi4py in a worker of kvhvdrun -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", ["-np 2", "-np 1", pytest.param("--min-np 2", marks=pytest.mark.slow)])

@@ -160,9 +160,6 @@ def test_arrays_of_mxnet_travel_also_under_horovods_name(notebook):
     assert notebook(program, KVHVD_AS_HOROVOD="1").end().out == f"True {[[-10.0] * 3]} [-1.0]\n"
 
 
-# -- Output -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.alike
 def test_output_goes_to_the_streams_of_a_notebook(notebook, tmp_path):
     """As lines with ranks, while the workers run, and to files; an error of the stream ends the job and is raised."""
@@ -199,9 +196,6 @@ def test_output_goes_to_the_streams_of_a_notebook(notebook, tmp_path):
     lines = ["[['[0] first α', '[1] first α'], ['[0] problem', '[1] problem']]", "I/O operation on closed file."]
     assert (job.out.splitlines(), job.err) == (lines, "")
     assert [(tmp_path / "logs" / f"rank.{rank}" / "stdout").read_text() for rank in range(2)] == ["first α\n"] * 2
-
-
-# -- Errors -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.alike
@@ -256,8 +250,6 @@ def test_workers_without_a_result_are_named(notebook):
         out = out.partition(text)[2]
 
 
-# -- Ends ---------------------------------------------------------------------------------------------------------
-
 WAITING = """
     def work():
         import subprocess
@@ -301,9 +293,6 @@ def test_a_launcher_that_is_killed_is_an_error(notebook, marker):
     (launcher,) = (pid for pid, command in commands.items() if b"run_job" in command)
     os.kill(launcher, signal.SIGKILL)
     assert "ended run: the launcher (kvhvdrun) ended by signal 9." in job.end().out
-
-
-# -- Elastic jobs -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.alike

@@ -31,8 +31,6 @@ if __name__ == '__main__':
     assert "ModuleNotFoundError: No module named 'horovod'" in run("-np 2", "import horovod", code=1).err
 
 
-# -- Settings -----------------------------------------------------------------------------------------------------
-
 # Settings that a program makes itself, after its imports and before it joins the world.
 PROGRAM = """
 import logging

@@ -42,9 +42,6 @@ def test_updates_add_up_over_the_workers(rank, size):
     assert size == 1 or skips_sync() is False
 
 
-# -- GluonState ---------------------------------------------------------------------------------------------------
-
-
 def make_net(contexts=(), seed=0, deferred=False):
     nn = mx.gluon.nn
     inputs = [{}, {}, {}] if deferred else [{"in_units": 8}, {"in_channels": 6}, {"in_units": 6}]

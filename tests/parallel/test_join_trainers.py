@@ -198,9 +198,6 @@ def test_small_gradients_of_float16(rank, size, initial):
     assert_same_everywhere(trainer)
 
 
-# -- Several contexts, nested ones, other joinables and errors ---------------------------------------------------------
-
-
 @pytest.fixture
 def two():
     nets = [mlp(seed=1), mlp(seed=2)]

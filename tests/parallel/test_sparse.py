@@ -180,8 +180,6 @@ def test_join(rank, size):
     assert_sum(hvd.allreduce(x, op=hvd.Sum, name="afterwards"), size, "equal", "float32")
 
 
-# -- Training -----------------------------------------------------------------------------------------------------
-
 STEPS, BATCH = 4, 5
 OPTIMIZER = {"learning_rate": 0.5, "lazy_update": False, "wd": 0.01}
 

@@ -109,9 +109,6 @@ def test_something_else_is_refused_before_anything_is_sent(world):
             kvstore_hvd.verify(wrong)
 
 
-# -- A Trainer ----------------------------------------------------------------------------------------------------
-
-
 def step(net, trainer, updates_only=False):
     backward(net, [batch_of(1)])
     if updates_only:

@@ -23,8 +23,6 @@ from mxnet.gluon import nn  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_static_graphs")
 
-# -- Where gradients come from ------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize("name", ["horovod", None])
 def test_gradients_that_were_there_before_move(rank, size, name):
@@ -145,9 +143,6 @@ def test_gradients_move_inside_of_record(rank, size):
     assert run.inside == [size > 1] * 4
 
 
-# -- What replaces gradients --------------------------------------------------------------------------------------
-
-
 def set_all(net, *grad_reqs):
     for grad_req in grad_reqs:
         for param in parameters(net):
@@ -186,9 +181,6 @@ def test_after_a_change_gradients_are_in_the_arena_again(rank, size, tmp_path, m
         return values
 
     assert both(run) == (run.bytes if size > 1 else 0)
-
-
-# -- Their memory: it may be full, is given back, and worlds that are left keep theirs --------------------------------
 
 
 def test_a_full_arena(rank, size, caplog):
@@ -241,9 +233,6 @@ def test_reset_moves_gradients(rank, size, mode):
         assert old is None or not moves or old.used == 0
     assert are_in_arena(net) == [size > 1 and moves] * 4
     assert bytes_in_place() == (gradient_bytes(net) if size > 1 and moves else 0)
-
-
-# -- A forked child has memory of its own, and the parent trains on ---------------------------------------------------
 
 
 def change_everything(net, before, data):

@@ -168,8 +168,6 @@ class Job:
             command = [str(log) if word == "{log}" else word for word in command]
             self.process: subprocess.Popen[bytes] = subprocess.Popen(command, env=environ, **given)
 
-    # -- What it has written ------------------------------------------------------------------------------------------
-
     @property
     def out(self) -> str:
         return self._out.read_text(errors="replace")
@@ -200,8 +198,6 @@ class Job:
     def describe(self) -> str:
         events = "\n".join(map(json.dumps, self.events()))
         return f"code {self.process.poll()}\n{self.out[-5000:]}\n-- errors\n{self.err[-5000:]}\n-- events\n{events}"
-
-    # -- Waiting ------------------------------------------------------------------------------------------------------
 
     def until(self, condition: Callable[[], Any], what: str = "") -> Any:
         """Wait until `condition` returns something true, and return that; fails at the limit, or when the job ends."""
@@ -260,8 +256,6 @@ class Job:
         while files := left_files(self._shared_before):
             assert time.monotonic() < end, f"left in {SHARED}: {files}\n{self.describe()}"
             time.sleep(GLANCE_S)
-
-    # -- Disturbing ---------------------------------------------------------------------------------------------------
 
     def go(self, name: str = "go") -> Job:
         (self.folder / name).touch()

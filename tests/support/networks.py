@@ -20,8 +20,6 @@ MODES: dict[str, dict[str, bool] | None] = {
     "static": {"static_alloc": True, "static_shape": True},
 }
 
-# -- Networks -----------------------------------------------------------------------------------------------------
-
 
 def sequential(*layers: Any) -> Any:
     net = nn.HybridSequential()
@@ -113,9 +111,6 @@ def built(
         if param.grad_req != "null":
             param.grad_req = grad_req
     return net
-
-
-# -- Training -----------------------------------------------------------------------------------------------------
 
 
 def batch(shape: tuple[int, ...], seed: Any, dtype: str = "float32") -> Any:

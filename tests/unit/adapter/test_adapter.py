@@ -214,8 +214,6 @@ def test_what_needs_a_closer_look_is_not_prepared(pair):
     assert pair.prepare(gradients(2)) is None
 
 
-# -- Operations that MXNet's engine refuses ------------------------------------------------------------------------
-
 COMPILER = shutil.which(os.environ.get("CXX", "g++"))
 REFUSED = "MXNet refused the operation: the test refuses it"
 

@@ -78,9 +78,6 @@ def test_what_stands_against_a_path_is_said():
         choose_path(world, False, "kernels")
 
 
-# -- Kernels, kept on disk, and NCCL, as far as they go without a GPU -------------------------------------------------
-
-
 def test_sizes_and_launches_fit_the_device():
     # tests/native/cuda/test_gpu_kernels.cpp has the same numbers, as the C++ compiler sees them.
     assert kernels.STRUCTURES == {"Segment": 32, "World": 416, "Launch": 80, "Copy": 40, "Control": 27136}

@@ -371,9 +371,6 @@ def test_a_host_that_has_not_come_does_not_spoil_a_success():
     assert play.outcome == (0, "")
 
 
-# -- Who comes and goes, does not meet, or does not answer -------------------------------------------------------------
-
-
 def test_members_are_told_of_all_changes_together():
     play = begun({"a": 1, "b": 1})
     play.hosts({"a": 1, "c": 1})

@@ -119,8 +119,6 @@ class History:
         self.job = Job(self.settings, self.now, lambda worker: ())
         self.apply()
 
-    # -- What the launcher does
-
     def apply(self):
         self.known_dead |= {worker.id for worker in self.job.workers.values() if worker.lost}  # or never started
         for action in self.job.take():
@@ -206,8 +204,6 @@ class History:
             assert [world["local_ranks"][rank] for rank in same] == list(range(len(same))), "not in the order of slots"
         self.generations.append(members)
         self.kinds.add("generation")
-
-    # -- What happens
 
     def hear(self, actor):
         word = actor.outbox.popleft()
