@@ -38,9 +38,7 @@ def make_array(
     arrays: Arrays, values: Array, dtype: str, draw: random.Random, ctx: Any = None, adapter: Any = None
 ) -> Any:
     """An array of MXNet with these values: of either class, perhaps part of a larger one, perhaps not computed yet.
-
-    Perhaps in the arena of an adapter, if one is given: what one rank has there, another may have elsewhere.
-    """
+    Perhaps in the arena of an adapter, if one is given: what one rank has there, another may have elsewhere."""
     ctx = ctx or mx.cpu()
     values = np.asarray(values)
     if dtype == "bfloat16":

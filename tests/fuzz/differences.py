@@ -1,7 +1,5 @@
-"""What may differ between ranks that do the same: one table, from which random programs and trainings draw.
-
-Hosts differ in tests/run.py (KVHVD_TEST_HOSTS) and tests/native/test_programs, builds in tests/native/test_records.
-"""
+"""What may differ between ranks that do the same: one table, from which random programs and trainings draw. Hosts
+differ in tests/run.py (KVHVD_TEST_HOSTS) and tests/native/test_programs, builds in tests/native/test_records."""
 
 import random
 from typing import Any

@@ -1,7 +1,5 @@
-"""Random disturbances of an elastic job: who is killed, stopped or paused, and which slots come and go, and when.
-
-A seed chooses everything that a test can choose; which instruction of a worker a signal meets is up to the machine.
-"""
+"""Random disturbances of an elastic job: who is killed, stopped or paused, and which slots come and go, and when. A
+seed chooses everything that a test can choose; which instruction of a worker a signal meets is up to the machine."""
 
 import contextlib
 import random
@@ -30,14 +28,11 @@ LOST = "lost"
 
 @dataclass(frozen=True)
 class Disturbance:
-    """One thing that happens.
-
-    `kind` is ``'kill'``, ``'stop'`` (a worker), ``'slots'`` (the discovery script says something else), ``'meeting'``
-    (a worker is killed as soon as a world has been given out), or ``'pause'``: all processes, or one of them (the
-    launcher, a daemon, a worker), are stopped for `pause_s` seconds, and continued. Over hosts also ``'cut'`` and
-    ``'crash'``: a host is cut off, or ended, and there again after `pause_s`. `calm` ones wait until the newest
-    world has made steps, the others only for `delay_s`.
-    """
+    """One thing that happens. `kind` is ``'kill'``, ``'stop'`` (a worker), ``'slots'`` (the discovery script says
+    something else), ``'meeting'`` (a worker is killed as soon as a world has been given out), or ``'pause'``: all
+    processes, or one of them (the launcher, a daemon, a worker), are stopped for `pause_s` seconds, and continued. Over
+    hosts also ``'cut'`` and ``'crash'``: a host is cut off, or ended, and there again after `pause_s`. `calm` ones wait
+    until the newest world has made steps, the others only for `delay_s`."""
 
     kind: str
     calm: bool
@@ -106,10 +101,8 @@ def _slots(draw: random.Random, hosts: Sequence[str], least: int, most: int) -> 
 
 
 def run(seed: int, folder: Path, marker: str, *, over_hosts: bool = False) -> str:
-    """Carry a plan out, and check what came of it; `over_hosts`: which are namespaces.
-
-    Returns ``'finished'``, or `LOST`: all workers that had the state were killed, and the job's end says so.
-    """
+    """Carry a plan out, and check what came of it; `over_hosts`: which are namespaces. Returns ``'finished'``, or
+    `LOST`: all workers that had the state were killed, and the job's end says so."""
     plan = plan_of(seed, over_hosts=over_hosts)
     settings: dict[str, Any] = {"workers": plan.workers, "slots": plan.slots, "points": plan.points}
     sizes = ["--commit-every", str(plan.commit_every), "--batch-size", str(plan.batch_size)]

@@ -17,11 +17,9 @@ class _GiveUp(Exception):
 
 
 def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool = True) -> None:
-    """Run the programs of the seeds from `first` on, in a world where process sets may be added.
-
-    With `leavers` a rank may give up in the middle of a program; then the world is lost, and met again. An
-    AssertionError, on every rank and with the seed, tells that a result is wrong, or a fault was not reported.
-    """
+    """Run the programs of the seeds from `first` on, in a world where process sets may be added. With `leavers` a rank
+    may give up in the middle of a program; then the world is lost, and met again. An AssertionError, on every rank and
+    with the seed, tells that a result is wrong, or a fault was not reported."""
     executor = Executor(rank, size)
     for seed in range(first, first + count):
         program = generate(seed, size, leavers)

@@ -28,9 +28,7 @@ _FILL = 0xEE
 
 class Arena:
     """Memory on the current device for the arrays of one test after the other, there before any kernel runs.
-
-    Allocating, and freeing even more so, may wait for the whole device, where kernels may wait for this rank.
-    """
+    Allocating, and freeing even more so, may wait for the whole device, where kernels may wait for this rank."""
 
     def __init__(self, nbytes):
         self._memory, self._used = DeviceMemory(nbytes), 0

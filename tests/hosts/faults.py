@@ -1,7 +1,5 @@
 """What becomes of a job of four ranks on two hosts, under the mpirun beside this Python, when a rank or host is lost.
-
-benchmarks/hosts_faults.py makes a table of it.
-"""
+benchmarks/hosts_faults.py makes a table of it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""Hosts on one machine, for tests: each has a network, a hostname, processes, shared memory and mounts of its own.
-
-They are namespaces, joined by a bridge in one more, where mpirun runs. Needs root, and `ip` of iproute2.
-"""
+"""Hosts on one machine, for tests: each has a network, a hostname, processes, shared memory and mounts of its own. They
+are namespaces, joined by a bridge in one more, where mpirun runs. Needs root, and `ip` of iproute2."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What the daemon of a job passes on, and to whom it listens: output, messages of workers, strangers.
-
-The launcher is a fake that decides nothing. How workers start and end is in test_elastic_launcher and test_launcher_*.
-"""
+"""What the daemon of a job passes on, and to whom it listens: output, messages of workers, strangers. The launcher is a
+fake that decides nothing. How workers start and end is in test_elastic_launcher and test_launcher_*."""
 
 import os
 import re

@@ -1,7 +1,5 @@
-"""The launcher of elastic jobs, with its daemons, real processes and real signals; the workers learn nothing.
-
-See test_elastic_training for faults of trainings, and unit/launch for the decisions of the launcher.
-"""
+"""The launcher of elastic jobs, with its daemons, real processes and real signals; the workers learn nothing. See
+test_elastic_training for faults of trainings, and unit/launch for the decisions of the launcher."""
 
 import os
 import shutil

@@ -147,10 +147,8 @@ report(**told, listed=(hvd.rank(), hvd.size(), total()))
 
 
 def test_worlds_and_process_sets_of_communicators(run):
-    """Each worker names its own part; all parts are sets, in the order of their ranks, and some may be in none.
-
-    A world has the communicator's order, and others are not needed. A list names ranks; who is not named is alone.
-    """
+    """Each worker names its own part; all parts are sets, in the order of their ranks, and some may be in none. A world
+    has the communicator's order, and others are not needed. A list names ranks; who is not named is alone."""
     reports = run("-np 4", COMMUNICATORS, launcher=OWN).reports()
     for place, report in enumerate(reports):
         half = [place % 2, place % 2 + 2]

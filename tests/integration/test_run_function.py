@@ -1,7 +1,5 @@
-"""`run`: a function called in workers from within a program, as notebooks do it: there is no launcher around them.
-
-The programs are read from standard input, so that they have no file: what they define can only travel by value.
-"""
+"""`run`: a function called in workers from within a program, as notebooks do it: there is no launcher around them. The
+programs are read from standard input, so that they have no file: what they define can only travel by value."""
 
 import os
 import signal

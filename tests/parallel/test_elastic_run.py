@@ -85,10 +85,8 @@ def test_nothing_happens(rank, size):
 
 @pytest.mark.parametrize("own", [False, True])
 def test_a_lost_world(rank, size, own):
-    """Back to the last commit, rank 0's; then reset, callbacks, sync, in this order. Also after a loss in sync.
-
-    A function of the program's own may be what resets. What is saved after a loss is no commit.
-    """
+    """Back to the last commit, rank 0's; then reset, callbacks, sync, in this order. Also after a loss in sync. A
+    function of the program's own may be what resets. What is saved after a loss is no commit."""
     worlds, resets = [], []
 
     class Fragile(Traced):
@@ -163,10 +161,8 @@ class Told:
 
 @pytest.mark.parametrize("how", ["added", "removed", "before the run"])
 def test_updates(rank, size, how, monkeypatch):
-    """One worker is told; all leave the function after the commit, and lose nothing.
-
-    A newcomer may have come while the program prepared: nobody tells of it again.
-    """
+    """One worker is told; all leave the function after the commit, and lose nothing. A newcomer may have come while the
+    program prepared: nobody tells of it again."""
     result = getattr(elastic.HostUpdateResult, "removed" if how == "removed" else "added")
     came_before, is_last = how == "before the run", rank == size - 1
     if came_before:

@@ -86,10 +86,8 @@ def test_a_training(rank, size, kind):
 @pytest.mark.sizes
 @pytest.mark.parametrize("constant", [False, True])
 def test_a_step_is_that_of_one_process(rank, size, constant):
-    """A store sums, a DistributedTrainer averages: both divide by the samples of all workers.
-
-    Also where a batch is constant: workers have shares of other sizes, and the last batch has fewer samples.
-    """
+    """A store sums, a DistributedTrainer averages: both divide by the samples of all workers. Also where a batch is
+    constant: workers have shares of other sizes, and the last batch has fewer samples."""
     dataset = data_of(14 if constant else 4 * size)
     loader = loader_of(dataset)
     if constant:

@@ -1,9 +1,6 @@
-"""Random programs of collectives, checked against a model: see `fuzz.programs`.
-
-A short run belongs to the ordinary tests. The long one (``pytest -m fuzz`` under a launcher, ``make fuzz``) runs
-``KVHVD_TEST_FUZZ_PROGRAMS`` programs (default 5000) from the seed ``KVHVD_TEST_FUZZ_SEED`` (default 1000) on; a failure
-says how to run its program again.
-"""
+"""Random programs of collectives, checked against a model: see `fuzz.programs`. A short run belongs to the ordinary
+tests. The long one (``pytest -m fuzz`` under a launcher, ``make fuzz``) runs ``KVHVD_TEST_FUZZ_PROGRAMS`` programs
+(default 5000) from the seed ``KVHVD_TEST_FUZZ_SEED`` (default 1000) on; a failure says how to run its program again."""
 
 import gc
 import os

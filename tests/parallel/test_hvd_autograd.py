@@ -1,7 +1,5 @@
-"""Collectives inside ``autograd.record()``: gradients of the sum of all workers' losses.
-
-Those of `allreduce` are in random programs.
-"""
+"""Collectives inside ``autograd.record()``: gradients of the sum of all workers' losses. Those of `allreduce` are in
+random programs."""
 
 import numpy as np
 import pytest
@@ -36,10 +34,8 @@ def loss(y, rank):
 
 
 def check(kind, rank, size, shape, distributed, together):
-    """Compare the gradient of one rank with that of a process that has all the data.
-
-    `distributed` makes this rank's output of its array; `together` the list of all ranks' outputs, of all arrays.
-    """
+    """Compare the gradient of one rank with that of a process that has all the data. `distributed` makes this rank's
+    output of its array; `together` the list of all ranks' outputs, of all arrays."""
     mine = inputs(kind, size, shape)[rank]
     with mx.autograd.record():
         y = distributed(mine)
@@ -60,10 +56,8 @@ def joined(kind, arrays):
 
 
 def test_between_convolutions(rank, size):
-    """Their gradients come in layouts of oneDNN's, which functions written in Python misread.
-
-    All ranks have the same data, so that a broadcast changes nothing but who has the gradient.
-    """
+    """Their gradients come in layouts of oneDNN's, which functions written in Python misread. All ranks have the same
+    data, so that a broadcast changes nothing but who has the gradient."""
     generator = np.random.default_rng(8)
     start = generator.standard_normal((2, 16, 12, 12)).astype("float32")
     gradients = []
@@ -159,9 +153,7 @@ def test_grouped(kind, rank, size):
 
 def test_backward_in_any_order(rank, size):
     """Ranks that come to independent gradients in different orders; names that are used again; calls without a name.
-
-    Twice, with `retain_graph`, and `grad_req='add'`.
-    """
+    Twice, with `retain_graph`, and `grad_req='add'`."""
     xs = [mx.nd.full((5,), number + 1) for number in range(6)]
     for x in xs:
         x.attach_grad("add")

@@ -50,10 +50,8 @@ def test_broadcast_parameters(rank, size, form):
 
 @pytest.mark.parametrize("twice", [False, True])
 def test_deferred_parameters(rank, size, twice):
-    """Those without a shape follow as they are initialised, in another order than they were announced in.
-
-    Workers may come to their layers in different orders, and use each one before they come to the next.
-    """
+    """Those without a shape follow as they are initialised, in another order than they were announced in. Workers may
+    come to their layers in different orders, and use each one before they come to the next."""
     layers = [mx.gluon.nn.Dense(4) for _ in range(6)]
     data = array(np.ones((2, 4), "float32"))
     for layer in layers:

@@ -176,10 +176,8 @@ def test_a_lost_world_ends_the_wait(rank, size):
 
 @pytest.mark.needs(2)
 def test_beside_contexts(rank, size):
-    """Refused within one, whose workers wait for each other at its end, unless it does nothing.
-
-    Where others are in one, both wait for any time, but not for each other.
-    """
+    """Refused within one, whose workers wait for each other at its end, unless it does nothing. Where others are in
+    one, both wait for any time, but not for each other."""
     trainer = hvd.DistributedTrainer(mlp().collect_params(), "sgd")
     with Join([trainer]), pytest.raises(InvalidRequestError, match="cannot be used within Join"):
         hvd.join()

@@ -1,8 +1,6 @@
 """`DistributedTrainer` and `DistributedOptimizer` when the number of workers changes: means are those of who is there.
-
 The first ranks of the job are the workers of each world; the others are alone meanwhile. What came out is compared with
-a replay in this process, to the last bit: it adds the workers' gradients as the engine does.
-"""
+a replay in this process, to the last bit: it adds the workers' gradients as the engine does."""
 
 import numpy as np
 import pytest

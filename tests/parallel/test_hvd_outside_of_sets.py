@@ -27,10 +27,8 @@ def trainer_of(kind, net, process_set, **how):
 
 
 def assert_stepped(few, net, values, own, *others, device=0):
-    """The parameters are those after a step from `values` on the sum of these batches, divided by the members.
-
-    Horovod divides by the number of members on all workers: those outside take a part of their own gradients.
-    """
+    """The parameters are those after a step from `values` on the sum of these batches, divided by the members. Horovod
+    divides by the number of members on all workers: those outside take a part of their own gradients."""
     with mx.name.NameManager():  # MXNet 1 numbers all layers, and not every worker makes as many of these networks
         model = mlp(seed=5)
     for parameter, value in zip(parameters(model), values):

@@ -164,10 +164,8 @@ def convolutions(kind, hybridize=None):
 
 @each_way
 def test_after_convolutions(rank, size, hybridize):
-    """Losses, running statistics and inference of a network are those of one process with all data.
-
-    Convolutions write arrays in layouts that operators written in Python misread.
-    """
+    """Losses, running statistics and inference of a network are those of one process with all data. Convolutions write
+    arrays in layouts that operators written in Python misread."""
     starts = np.cumsum([0] + [3 + each for each in range(size)])  # uneven
     own, alone = convolutions(hvd.SyncBatchNorm, hybridize), convolutions(nn.BatchNorm)
     trainer = hvd.DistributedTrainer(own.collect_params(), "sgd", {"learning_rate": 0.01})
@@ -312,10 +310,8 @@ def test_within_join(rank, size):
 
 @each_way
 def test_layers_that_do_not_depend_on_each_other(rank, size, hybridize):
-    """Applied in one order, they are ready in another one on each worker: none waits for good.
-
-    Two of them are one layer, whose passes meet in the order of the calls. Who leaves the world waits for all passes.
-    """
+    """Applied in one order, they are ready in another one on each worker: none waits for good. Two of them are one
+    layer, whose passes meet in the order of the calls. Who leaves the world waits for all passes."""
     nets = [nn.HybridSequential() for _ in range(4)]
     for net in nets:
         # Operators that read the inputs of a graph or write its outputs are not prepared as the others are.

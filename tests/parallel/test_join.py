@@ -32,10 +32,8 @@ def test_uneven_inputs(rank, size, count):
 
 
 def test_two_joinables_again_and_nested(rank, size):
-    """Hooks run in order, contexts can follow each other, and one inside another has workers of its own.
-
-    The outer one goes on behind it, also for a joinable that is in both.
-    """
+    """Hooks run in order, contexts can follow each other, and one inside another has workers of its own. The outer one
+    goes on behind it, also for a joinable that is in both."""
     first, second = Counter("first"), Counter("second")
     for times in range(2):
         with Join([first, second]):

@@ -83,10 +83,8 @@ def test_again_and_again(rank, size):
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_sync_batch_norm(rank, size, reads):
-    """The forward pass comes before the step that throws; workers may read the loss in between.
-
-    The network has the bits of one that makes the steps that all workers can make, and no others.
-    """
+    """The forward pass comes before the step that throws; workers may read the loss in between. The network has the
+    bits of one that makes the steps that all workers can make, and no others."""
     nets = [network() for _ in range(2)]
     for net in nets if reads else []:
         net.hybridize(static_alloc=True, static_shape=True)

@@ -156,10 +156,8 @@ def test_a_lost_world(world, rank, size):
 
 @pytest.mark.sizes
 def test_shutdown_and_start_again(world, rank, size):
-    """After `shutdown` operations raise ShutdownError; `init` meets the others in a fresh world.
-
-    An operation that failed while `shutdown` waited is not lost: its array would look as if all were well.
-    """
+    """After `shutdown` operations raise ShutdownError; `init` meets the others in a fresh world. An operation that
+    failed while `shutdown` waited is not lost: its array would look as if all were well."""
     kv = mx.kv.create("horovod")
     x, failing = mx.nd.ones(3), mx.nd.ones(3 if rank == 0 else 4)
     kv.pushpull("x", x)

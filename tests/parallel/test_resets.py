@@ -71,10 +71,8 @@ def links():
 
 
 def held():
-    """Descriptors, segments and threads of this process; without those by which others are watched.
-
-    Those are pidfds (`watched`), and entries of other processes, which are read for a moment after each meeting.
-    """
+    """Descriptors, segments and threads of this process; without those by which others are watched. Those are pidfds
+    (`watched`), and entries of other processes, which are read for a moment after each meeting."""
     own = [link for link in links() if "pidfd" not in link and not re.fullmatch(r"/proc/\d+/stat", link)]
     return len(own), mapped(), len(os.listdir("/proc/self/task"))
 
@@ -85,10 +83,8 @@ def watched():
 
 
 def assert_held(before, size):
-    """No more is held than before, or will be once threads that have nothing more to do have ended.
-
-    It may be less: when `before` was counted, a thread of the world that had just been left may not have ended yet.
-    """
+    """No more is held than before, or will be once threads that have nothing more to do have ended. It may be less:
+    when `before` was counted, a thread of the world that had just been left may not have ended yet."""
     until(lambda: all(now <= then for now, then in zip(held(), before)), lambda: f"{held()}, not {before}")
     assert watched() <= before[1] * (size - 1)
 

@@ -96,10 +96,8 @@ def test_a_path_that_one_rank_cannot_write_raises_everywhere(target, rank, size)
 
 
 def test_only_rank_0_says_where(target, rank, size):
-    """As in Horovod, the others' paths do not count. While one is recorded, start raises, and the recording goes on.
-
-    A second recording replaces the file of the first, and has nothing of it.
-    """
+    """As in Horovod, the others' paths do not count. While one is recorded, start raises, and the recording goes on. A
+    second recording replaces the file of the first, and has nothing of it."""
     for name in ("first", "second"):
         kvstore_hvd.start_timeline(target if rank == 0 else target.with_name("other"), mark_cycles=rank == 0)
         text = rf"\[rank {rank}/{size}\] start_timeline: a timeline is being recorded"

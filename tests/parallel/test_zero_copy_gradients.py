@@ -27,9 +27,7 @@ pytestmark = pytest.mark.usefixtures("no_static_graphs")
 @pytest.mark.parametrize("name", ["horovod", None])
 def test_gradients_that_were_there_before_move(rank, size, name):
     """Gradients from before there was a world move with their values: as the Trainer is made, or at its first step.
-
-    With a world at initialize(), they never lie anywhere else.
-    """
+    With a world at initialize(), they never lie anywhere else."""
     born = built("dense")
     assert are_in_arena(born) == [size > 1] * 4
     assert all((gradient == 0).all() for gradient in gradients(born))
@@ -103,10 +101,8 @@ def test_stale_gradients_are_noticed_as_without_us(rank, size):
 
 @pytest.mark.parametrize(("mode", "kvstore"), [*zip(MODES, ["create", "horovod", "create"]), ("static", None)])
 def test_gradients_that_a_graph_may_keep(rank, size, kvstore, mode):
-    """A static graph writes to the gradients of its first backward pass for ever: those must not move any more.
-
-    Also where a local Trainer has used them: the flag of a fresh gradient is off, and yet a static graph has it.
-    """
+    """A static graph writes to the gradients of its first backward pass for ever: those must not move any more. Also
+    where a local Trainer has used them: the flag of a fresh gradient is off, and yet a static graph has it."""
 
     def run():
         with zero_copy(False):
@@ -212,10 +208,8 @@ def test_a_full_arena(rank, size, caplog):
 
 @pytest.mark.parametrize("mode", ["plain", "static"])
 def test_reset_moves_gradients(rank, size, mode):
-    """After a reset the next step moves gradients to the arena of the new world, and the old memory comes back.
-
-    Where a static graph may have them, they stay, and are staged.
-    """
+    """After a reset the next step moves gradients to the arena of the new world, and the old memory comes back. Where a
+    static graph may have them, they stay, and are staged."""
     gc.collect()
     meet_again()  # arrays of other tests stay in their worlds
     moves = mode != "static"

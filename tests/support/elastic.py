@@ -1,7 +1,5 @@
-"""Elastic jobs whose workers train (`support.elastic_trainee`), which a test watches and disturbs while they run.
-
-In the end `assert_all_right` looks at the steps that count, and at what they must have led to.
-"""
+"""Elastic jobs whose workers train (`support.elastic_trainee`), which a test watches and disturbs while they run. In
+the end `assert_all_right` looks at the steps that count, and at what they must have led to."""
 
 import json
 import subprocess
@@ -25,10 +23,8 @@ TRAINEE = [sys.executable, str(TESTS / "support" / "elastic_trainee.py")]
 
 class ElasticJob(Job):
     """A training under ``kvhvdrun --min-np --max-np``; `slots` is what the discovery script says at first, if any.
-
     `beside` is what its command begins with. `points` says what happens at which point to which worker: see
-    elastic_trainee.py.
-    """
+    elastic_trainee.py."""
 
     def __init__(
         self,
@@ -117,10 +113,8 @@ def assert_all_right(job: ElasticJob) -> list[Step]:
 
 
 def assert_no_commit_lost(job: ElasticJob) -> None:
-    """Fail if a world began before a commit that all workers of an earlier world had made.
-
-    Who takes a step after a commit knows that all have saved: commit() asks all of them for updates in between.
-    """
+    """Fail if a world began before a commit that all workers of an earlier world had made. Who takes a step after a
+    commit knows that all have saved: commit() asks all of them for updates in between."""
     begun = {(line["generation"], line["step"]) for line in job.lines("step")}
     made = sorted({(line["generation"], line["step"]) for line in job.lines("commit")} & begun)
     for world in job.lines("world"):

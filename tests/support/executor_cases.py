@@ -1,7 +1,5 @@
-"""What every executor must do, on a real GPU and on what stands in for one.
-
-A module of tests derives from `ExecutorCases` and has the fixtures ``ranks`` and ``new``.
-"""
+"""What every executor must do, on a real GPU and on what stands in for one. A module of tests derives from
+`ExecutorCases` and has the fixtures ``ranks`` and ``new``."""
 
 # ruff: noqa: B023 - on_ranks returns before the next turn of the loop
 import threading

@@ -150,10 +150,8 @@ class Lines:
 
 
 class Job:
-    """A command whose processes all carry a marker, in a folder that has its output: `out0`, `err0`, and so on.
-
-    The names of `more` that are in capitals are environment variables, the others are arguments of Popen.
-    """
+    """A command whose processes all carry a marker, in a folder that has its output: `out0`, `err0`, and so on. The
+    names of `more` that are in capitals are environment variables, the others are arguments of Popen."""
 
     def __init__(self, folder: Path, marker: str, command: Sequence[str], **more: Any) -> None:
         self.folder, self.marker = folder, marker
@@ -232,9 +230,7 @@ class Job:
 
     def end(self, code: int | None = 0, number: int = 0, leaves: bool = False) -> Job:
         """Wait for the end, after a signal to the launcher; fails if anything is left, or if the code is another.
-
-        `leaves`: hosts that the launcher did not reach may need a moment, as after a launcher that was killed.
-        """
+        `leaves`: hosts that the launcher did not reach may need a moment, as after a launcher that was killed."""
         if number:
             self.process.send_signal(number)
         try:

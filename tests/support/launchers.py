@@ -27,11 +27,8 @@ _MPI_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Launcher:
-    """One way to start ranks.
-
-    ``prefix`` is the command without the number of ranks and the program, ``version`` what it says about itself, and
-    ``environment`` what it needs in addition to the variables of the caller.
-    """
+    """One way to start ranks. ``prefix`` is the command without the number of ranks and the program, ``version`` what
+    it says about itself, and ``environment`` what it needs in addition to the variables of the caller."""
 
     name: str
     prefix: tuple[str, ...]
@@ -50,10 +47,8 @@ def kvhvdrun() -> Launcher:
 
 
 def mpirun() -> Launcher | None:
-    """Return the mpirun installed beside this interpreter; None when it has no mpirun or no mpi4py.
-
-    Another mpirun on the path is of no use: it would start ranks of an MPI that mpi4py does not load.
-    """
+    """Return the mpirun installed beside this interpreter; None when it has no mpirun or no mpi4py. Another mpirun on
+    the path is of no use: it would start ranks of an MPI that mpi4py does not load."""
     path = Path(sys.executable).with_name("mpirun")
     if not path.exists() or importlib.util.find_spec("mpi4py") is None:
         return None

@@ -74,10 +74,8 @@ def zero_copy(on: bool) -> contextlib.AbstractContextManager[None]:
 
 
 def both(run: Callable[[], list[Array]], own: bool = False) -> int:
-    """Run a training staged and in place; fails unless the bits are the same. Returns the bytes reduced in place.
-
-    What `run` returns must be equal on all workers as well, unless it has values of each worker's `own`.
-    """
+    """Run a training staged and in place; fails unless the bits are the same. Returns the bytes reduced in place. What
+    `run` returns must be equal on all workers as well, unless it has values of each worker's `own`."""
     with zero_copy(False):
         before = bytes_in_place()
         staged = run()

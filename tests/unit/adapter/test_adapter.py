@@ -1,7 +1,5 @@
 """The adapter between MXNet's engine and ours, with a second rank in the same process: errors, forks, steps, refusals.
-
-The gradients of a step are one call of the adapter; the second rank submits each by itself.
-"""
+The gradients of a step are one call of the adapter; the second rank submits each by itself."""
 
 import contextlib
 import ctypes
@@ -274,10 +272,8 @@ def test_a_refused_operation_is_announced_once(refused_pair, refusing, entry, ha
 
 @pytest.mark.parametrize("refused", [0, 1, 2, 3])
 def test_what_follows_a_refused_group_is_announced(refused_pair, refusing, refused):
-    """Of 20 gradients 8, 8 and 3 share an operation, and a large one has its own: those not refused are summed.
-
-    The other rank waits for each sum before it submits the next one, in another order: none may wait for another's.
-    """
+    """Of 20 gradients 8, 8 and 3 share an operation, and a large one has its own: those not refused are summed. The
+    other rank waits for each sum before it submits the next one, in another order: none may wait for another's."""
     pair, order = refused_pair, range(19, -1, -1)
     sizes = [4] * 19 + [100_000]
     group = [0] * 8 + [1] * 8 + [2] * 3 + [3]

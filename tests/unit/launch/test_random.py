@@ -1,8 +1,6 @@
-"""Random histories of elastic jobs: whatever happens in whatever order, the decisions keep their promises.
-
-Workers are played with their own knowledge only: what they are told lies in an inbox until they look, and what they
-say lies in an outbox until the launcher hears it, so that words cross on the way.
-"""
+"""Random histories of elastic jobs: whatever happens in whatever order, the decisions keep their promises. Workers are
+played with their own knowledge only: what they are told lies in an inbox until they look, and what they say lies in an
+outbox until the launcher hears it, so that words cross on the way."""
 
 import random
 import signal

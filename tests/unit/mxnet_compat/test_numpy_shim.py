@@ -149,10 +149,8 @@ def test_threads_may_import_at_once(tmp_path):
 
 @pytest.mark.skipif(not HAS_MXNET, reason="MXNet is not installed")
 def test_kvhvdrun_imports_the_package_before_mxnet(tmp_path):
-    """The folder that kvhvdrun puts on PYTHONPATH; an environment's own sitecustomize runs as well.
-
-    Programs see the loader: a lazy import, data of the package, and a folder that is no package.
-    """
+    """The folder that kvhvdrun puts on PYTHONPATH; an environment's own sitecustomize runs as well. Programs see the
+    loader: a lazy import, data of the package, and a folder that is no package."""
     site, other = ROOT / "kvstore_hvd" / "mxnet_compat" / "site", tmp_path / "other"
     other.mkdir()
     (other / "sitecustomize.py").write_text("own = True\n")

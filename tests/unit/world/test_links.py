@@ -1,7 +1,5 @@
-"""TCP connections between hosts: who is let in, who is not, and what is said of those that are missing.
-
-Hosts are threads, each with a listening socket of its own.
-"""
+"""TCP connections between hosts: who is let in, who is not, and what is said of those that are missing. Hosts are
+threads, each with a listening socket of its own."""
 
 import contextlib
 import dataclasses

@@ -118,10 +118,8 @@ def test_who_leaves_waits_beyond_the_timeout_for_workers_that_compute_only(
 
 @pytest.mark.parametrize("where", ["operations", "mxnet", "afterwards", 0, 1])
 def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
-    """The others are told at once: nothing is left to the garbage collector, which would wait for them.
-
-    Nobody waits in the worlds inside, either, in whichever of them it is.
-    """
+    """The others are told at once: nothing is left to the garbage collector, which would wait for them. Nobody waits in
+    the worlds inside, either, in whichever of them it is."""
     interruption, members = KeyboardInterrupt(), [_Inner(), _Inner()] if where in (0, 1) else []
 
     def waitall():
