@@ -1,7 +1,6 @@
 // A minimal test harness: register cases, check facts, run those whose name contains an argument of the command line.
 //
 //   const bool registered = testing::add("adds up", [] { testing::check(1 + 1 == 2, "one and one"); });
-//   int main(int argc, char** argv) { return testing::run(argc, argv); }
 #pragma once
 
 #include <unistd.h>

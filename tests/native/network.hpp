@@ -10,7 +10,6 @@
 #include <mutex>
 #include <random>
 #include <tuple>
-#include <vector>
 
 #include "link/transport.hpp"
 

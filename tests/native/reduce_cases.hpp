@@ -138,20 +138,12 @@ inline Bytes expected(Reduction reduction, const std::vector<Bytes>& inputs) {
   // The one case in which nothing is computed.
   if (inputs.size() == 1 && reduction.prescale == 1.0 && reduction.postscale == 1.0 && !as_half) return inputs[0];
   const auto reduce_one = [&](const std::vector<std::uint64_t>& parts) {
-    switch (reduction.dtype) {
-      case DType::kFloat64:
-        return reduced_floats<double>(reduction, parts);
-      case DType::kInt8:
-        return reduced_integers<std::int8_t>(reduction, parts);
-      case DType::kUInt8:
-        return reduced_integers<std::uint8_t>(reduction, parts);
-      case DType::kInt32:
-        return reduced_integers<std::int32_t>(reduction, parts);
-      case DType::kInt64:
-        return reduced_integers<std::int64_t>(reduction, parts);
-      default:
-        return reduced_floats<float>(reduction, parts);
-    }
+    if (reduction.dtype == DType::kFloat64) return reduced_floats<double>(reduction, parts);
+    if (reduction.dtype == DType::kInt8) return reduced_integers<std::int8_t>(reduction, parts);
+    if (reduction.dtype == DType::kUInt8) return reduced_integers<std::uint8_t>(reduction, parts);
+    if (reduction.dtype == DType::kInt32) return reduced_integers<std::int32_t>(reduction, parts);
+    if (reduction.dtype == DType::kInt64) return reduced_integers<std::int64_t>(reduction, parts);
+    return reduced_floats<float>(reduction, parts);
   };
   if (as_half) reduction.dtype = DType::kFloat16;
   Bytes result(inputs[0].size());

@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstring>
 #include <random>
-#include <string>
 
 #include "check.hpp"
 #include "ranks.hpp"
@@ -159,5 +158,3 @@ const bool dropped = testing::add("a forked child that drops the segment keeps w
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

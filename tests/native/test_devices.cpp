@@ -9,7 +9,6 @@
 #include <memory>
 #include <mutex>
 #include <random>
-#include <string>
 #include <thread>
 
 #include "check.hpp"
@@ -230,5 +229,3 @@ const bool not_begun = testing::add("nobody waits for a device that was spared a
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -213,5 +213,3 @@ const bool short_arrays = testing::add("nothing is read behind an array that is 
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -172,5 +172,3 @@ const bool names = testing::add("ranks of other hosts are named by their own num
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -253,5 +253,3 @@ const bool another_process = testing::add("another process with the pid of a ran
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -211,5 +211,3 @@ const bool many_ranks = testing::add("64 ranks on few cores", [] {
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

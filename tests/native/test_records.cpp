@@ -6,7 +6,6 @@
 // first.
 #include <array>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <random>
 #include <string>
@@ -573,5 +572,3 @@ const bool first_failure = testing::add("who fails and leaves has failed, though
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -211,5 +211,3 @@ const bool environment_registered = testing::add("the caller's floating-point mo
 
 }  // namespace
 }  // namespace kvstore_hvd::reduce_tests
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -184,5 +184,3 @@ const bool counted = testing::add("the engine counts and records every operation
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -190,5 +190,3 @@ const bool versions = testing::add("a slot that changed hands tells those who re
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -306,5 +306,3 @@ const bool held_lock = testing::add("who may wait for a peer that is stopped wit
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

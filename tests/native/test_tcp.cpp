@@ -245,5 +245,3 @@ const bool freed = testing::add("what was sent, has come, or is under way leaves
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

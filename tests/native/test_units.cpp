@@ -116,5 +116,3 @@ const bool from_threads = testing::add("any thread may use a turn, in order, als
 
 }  // namespace
 }  // namespace kvstore_hvd
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

@@ -1,8 +1,6 @@
 // Operations of several ranks with arrays of their own, and what these must hold afterwards.
 #pragma once
 
-#include <algorithm>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>

@@ -1,8 +1,6 @@
 // The kernels under random schedules of fibers: random operations, the copies, the operations that the host orders, the
 // sizes that the kernels report; and ranks that do not come: the others leave in bounded time and say whom they waited
 // for, and after a reset all is well.
-#include <atomic>
-
 #include "host/fibers.hpp"
 #include "streams.hpp"
 
@@ -286,5 +284,3 @@ const bool together = testing::add("stops: ranks that are aborted or slow in the
 
 }  // namespace
 }  // namespace kvstore_hvd::gpu::tests
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

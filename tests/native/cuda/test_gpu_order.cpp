@@ -22,5 +22,3 @@ const bool registered = testing::add("random operations with real threads", [] {
 
 }  // namespace
 }  // namespace kvstore_hvd::gpu::tests
-
-int main(int argc, char** argv) { return testing::run(argc, argv); }

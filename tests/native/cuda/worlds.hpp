@@ -1,12 +1,8 @@
 // Ranks of one process that run the kernels on a machine of host/, and what their arrays must hold then.
 #pragma once
 
-#include <cstdint>
 #include <cstring>
-#include <functional>
 #include <memory>
-#include <random>
-#include <string>
 #include <vector>
 
 #include "../check.hpp"

@@ -104,26 +104,17 @@ inline double multiply(double a, double b) { return a * b; }
 inline float to_float(double wide) { return static_cast<float>(wide); }
 inline double to_double(float narrow) { return narrow; }
 
-inline u32 bits_of(float value) {
-  u32 bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
+template <class To, class From>
+To same_bits(From value) {
+  To result;
+  static_assert(sizeof(result) == sizeof(value));
+  std::memcpy(&result, &value, sizeof(result));
+  return result;
 }
-inline u64 bits_of(double value) {
-  u64 bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-inline float float_of(u32 bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-inline double double_of(u64 bits) {
-  double value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
+inline u32 bits_of(float value) { return same_bits<u32>(value); }
+inline u64 bits_of(double value) { return same_bits<u64>(value); }
+inline float float_of(u32 bits) { return same_bits<float>(bits); }
+inline double double_of(u64 bits) { return same_bits<double>(bits); }
 
 inline float half_to_float(u16 half) { return static_cast<float>(reduce_tests::decode(half, 5, 10)); }
 // A NaN becomes the one that a GPU makes.
