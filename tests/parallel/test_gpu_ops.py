@@ -6,14 +6,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd
-from kvstore_hvd import numpy_ops
-from kvstore_hvd.errors import (
-    HorovodInternalError,
-    InvalidRequestError,
-    ShutdownError,
-    TransportError,
-    UnsupportedDtypeError,
-)
+from kvstore_hvd import errors, numpy_ops
 from kvstore_hvd.world import process, segment
 from support.arrays import assert_same_bits, contribution, expected_sum
 from support.fake_cuda import COMPILER, CUDARuntimeError, fake_cuda, host_kernels
@@ -41,7 +34,7 @@ def gpu(monkeypatch, tmp_path, size, kernels):
         kvstore_hvd.barrier()
         kvstore_hvd.reset()
         yield machine
-        with contextlib.suppress(HorovodInternalError):
+        with contextlib.suppress(errors.HorovodInternalError):
             kvstore_hvd.barrier()  # the others are not disturbed
         kvstore_hvd.reset()
         for executor in numpy_ops._executors.values():
@@ -82,12 +75,12 @@ LONGER = np.ones(8, np.float32)
 WRONG = {
     "out on the CPU": (lambda: (OnGPU(ONES), ONES.copy()), TypeError),
     "out on a GPU, array not": (lambda: (ONES, OnGPU(ONES)), TypeError),
-    "out read-only": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x1000, True))), InvalidRequestError),
-    "out of another shape": (lambda: (OnGPU(ONES), OnGPU(ONES[:3])), InvalidRequestError),
-    "array begins within out": (lambda: (OnGPU(LONGER[2:]), OnGPU(LONGER[:6])), InvalidRequestError),
-    "out on another GPU": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x77000, False))), InvalidRequestError),
-    "no memory": (lambda: (OnGPU(ONES, data=(0, False)), None), InvalidRequestError),
-    "memory of the host": (lambda: (OnGPU(ONES, data=(0x66000, False)), None), InvalidRequestError),
+    "out read-only": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x1000, True))), errors.InvalidRequestError),
+    "out of another shape": (lambda: (OnGPU(ONES), OnGPU(ONES[:3])), errors.InvalidRequestError),
+    "array begins within out": (lambda: (OnGPU(LONGER[2:]), OnGPU(LONGER[:6])), errors.InvalidRequestError),
+    "out on another GPU": (lambda: (OnGPU(ONES), OnGPU(ONES, data=(0x77000, False))), errors.InvalidRequestError),
+    "no memory": (lambda: (OnGPU(ONES, data=(0, False)), None), errors.InvalidRequestError),
+    "memory of the host": (lambda: (OnGPU(ONES, data=(0x66000, False)), None), errors.InvalidRequestError),
 }
 
 
@@ -109,7 +102,7 @@ def test_bfloat16_needs_an_out(gpu, rank, size):
     values = np.full(4, 0x3F80, np.uint16)  # ones
     array = DLPack(4, 16, (4,))
     array.tensor.data, array.tensor.byte_offset = values.ctypes.data, 0
-    with pytest.raises(UnsupportedDtypeError, match="CuPy has no bfloat16"):
+    with pytest.raises(errors.UnsupportedDtypeError, match="CuPy has no bfloat16"):
         kvstore_hvd.allreduce(array, "x")
     kvstore_hvd.allreduce(array, "x", out=array)
     assert (values.astype(np.uint32) << 16).view(np.float32).tolist() == [size] * 4
@@ -123,13 +116,13 @@ def test_reasons_come_before_their_consequences(gpu, rank, size):
     kvstore_hvd.barrier()
     if rank == 0:
         process.current().abort("the test ends it")
-    with pytest.raises(TransportError, match="the test ends it"):
+    with pytest.raises(errors.TransportError, match="the test ends it"):
         while True:
             kvstore_hvd.barrier()
-    with pytest.raises(TransportError, match="the test ends it"):
+    with pytest.raises(errors.TransportError, match="the test ends it"):
         kvstore_hvd.allreduce(OnGPU(ONES), "lost")
     kvstore_hvd.shutdown()
-    with pytest.raises(ShutdownError, match="left the world"):
+    with pytest.raises(errors.ShutdownError, match="left the world"):
         kvstore_hvd.allreduce(OnGPU(ONES), "left")
     del gpu.failures["pointerGetAttributes"]
     kvstore_hvd.init()

@@ -14,20 +14,9 @@ import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.elastic import GluonState
 from kvstore_hvd.errors import InputFailedError
 from kvstore_hvd.world import process
+from support import gluon
 from support.arrays import assert_same_bits
-from support.gluon import (
-    OwnCompression,
-    array,
-    assert_alike,
-    backward,
-    batch_of,
-    distributed,
-    is_mxnet_2,
-    mlp,
-    parameters,
-    train,
-    weights,
-)
+from support.gluon import array, assert_alike, batch_of, mlp, parameters, train, weights
 
 mx = pytest.importorskip("mxnet")
 
@@ -65,7 +54,7 @@ def test_deferred_parameters(rank, size, twice):
     data.wait_to_read()
     assert_alike(*layers)
     for parameter in parameters(layers[0]) if rank == 0 else ():  # which is nobody else's affair
-        (parameter.reset_device if is_mxnet_2() else parameter.reset_ctx)(mx.cpu(1))
+        (parameter.reset_device if gluon.is_mxnet_2() else parameter.reset_ctx)(mx.cpu(1))
         parameter.data().wait_to_read()
 
 
@@ -164,10 +153,10 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_p
         net = mlp(seed=3)
         schedule = mx.lr_scheduler.FactorScheduler(step=1, factor=0.5, base_lr=0.1)
         options = {"momentum": momentum, "lr_scheduler": schedule}
-        how = {"compression": OwnCompression} if exchanges == "compressing" else {}
+        how = {"compression": gluon.OwnCompression} if exchanges == "compressing" else {}
         kinds = {"optimizer": "DistributedOptimizer", "sharding": "ShardedTrainer"}
         kind = kinds.get(exchanges, "DistributedTrainer")
-        return net, distributed(kind, parameters(net), "sgd", options, **how)
+        return net, gluon.distributed(kind, parameters(net), "sgd", options, **how)
 
     def step(net, trainer):
         train(net, trainer, batch_of(rank))
@@ -176,7 +165,7 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_p
     net, trainer = make()
     step(net, trainer)
     if loads == "another number" and rank == size - 1:
-        backward(net, [batch_of(rank)])
+        gluon.backward(net, [batch_of(rank)])
         trainer.update(4)
     trainer.save_states(str(tmp_path / "states"))
     net, trainer = make()
