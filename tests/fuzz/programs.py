@@ -284,8 +284,7 @@ class _Generator:
                 operation.rows = [[len(members) * max(1, rows // len(members)) for rows in operation.rows[0]]]
             else:
                 for rows in operation.rows[0]:
-                    cuts = sorted(draw.randint(0, rows) for _ in members[1:])
-                    ends = [0, *cuts, rows]
+                    ends = [0, *sorted(draw.randint(0, rows) for _ in members[1:]), rows]
                     operation.splits.append([b - a for a, b in zip(ends, ends[1:])])
 
     def _chain(self, operation: Operation) -> None:

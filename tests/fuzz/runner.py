@@ -25,8 +25,7 @@ def run_programs(first: int, count: int, rank: int, size: int, *, leavers: bool 
         program = generate(seed, size, leavers)
         try:
             if program.leaver is None:
-                outcome = executor.run(program)
-                agree(program, outcome, rank)
+                agree(program, executor.run(program), rank)
             else:
                 _lose_and_meet_again(executor, program, rank)
         except Exception as error:

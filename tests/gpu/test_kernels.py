@@ -52,8 +52,7 @@ def reduced(ranks, new, way, reduction, given, shift=0, blocks=0):
     name = kernels.allreduce_kernel(
         way, reduction.dtype, reduction.op, as_half=reduction.as_half, ranks=ranks.size if way == "twoshot" else 0
     )
-    tables = ranks.prepare(segments, targets)
-    ranks.launch(name, reduction, tables, segments, targets, len(given[0]), blocks)
+    ranks.launch(name, reduction, ranks.prepare(segments, targets), segments, targets, len(given[0]), blocks)
     finish(ranks.stream)
     assert ranks.statuses() == [None] * ranks.size
     for array, raw in zip(arrays, given):

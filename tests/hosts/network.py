@@ -187,8 +187,7 @@ class Network:
         return 0
 
     def shared_files(self, name: str) -> list[str]:
-        first = (self.folder / f"{name}.pid").read_text()
-        return os.listdir(Path("/proc", first, "root", "dev", "shm"))
+        return os.listdir(Path("/proc", (self.folder / f"{name}.pid").read_text(), "root", "dev", "shm"))
 
     def crash(self, name: str, *, is_silent: bool = True) -> None:
         """End a host with everything on it; unless it is silent, its kernel closes the connections."""

@@ -150,8 +150,7 @@ threading.Event().wait(100)
     launcher.start(0, program)
     pid = launcher.next("started", 0)["pid"]
     assert [launcher.next("from", 0)["message"]["generation"] for _ in range(3)] == [1, 2, 3]
-    environment = Path(f"/proc/{pid}/environ").read_bytes()
-    (name,) = re.findall(rb"KVHVD_DAEMON=(\S+?)\0", environment)
+    (name,) = re.findall(rb"KVHVD_DAEMON=(\S+?)\0", Path(f"/proc/{pid}/environ").read_bytes())
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(b"\0" + name)
     stranger = Channel(connected)

@@ -204,8 +204,7 @@ def test_the_next_job_goes_on_from_the_checkpoint_of_the_last_commit(start, run,
     for first in (10, 20):
         job = run(options, COUNT.replace("FAULT", "pass"))
         assert job.err.count("training goes on from the checkpoint") == 1
-        told = [(report["begun"], report["total"]) for report in job.reports()]
-        assert told == [([first], 210.0)] * 2
+        assert [(report["begun"], report["total"]) for report in job.reports()] == [([first], 210.0)] * 2
     (tmp_path / "kept").write_text("another file")
     assert "is no checkpoint" in run(options, COUNT, code=1).err
 

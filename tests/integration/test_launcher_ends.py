@@ -56,8 +56,7 @@ def with_name(marker, name):
 
 def test_exit_code_and_last_words_of_the_first_failure(run):
     program = "if rank == 1: say('early\\n' 'ValueError: bad', sys.stderr); sys.exit(7)\nforever()"
-    err = run("-np 3", program, code=7, KVHVD_SURVIVOR_TIME="0.1").err
-    head, _, block = err.partition("kvhvdrun: ")
+    head, _, block = run("-np 3", program, code=7, KVHVD_SURVIVOR_TIME="0.1").err.partition("kvhvdrun: ")
     assert head.endswith("\n")
     assert block.startswith("rank 1 of 3 (pid ")
     assert block.endswith(") exited with code 7. Its last lines on stderr:\n    early\n    ValueError: bad\n")

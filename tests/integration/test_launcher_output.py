@@ -55,8 +55,7 @@ def test_a_reader_that_leaves_ends_the_job_and_is_no_failure_of_a_worker(start, 
 def test_lost_output_is_said_once_and_ends_no_work(run):
     """The code of a worker that fails counts more."""
     with open("/dev/full", "wb") as full:
-        program = "for _ in range(50): say('x\\n')\nsay('done\\n', sys.stderr)"
-        job = run("-np 2", program, code=1, stdout=full)
+        job = run("-np 2", "for _ in range(50): say('x\\n')\nsay('done\\n', sys.stderr)", code=1, stdout=full)
         assert job.err.count("kvhvdrun: standard output cannot be written: No space left on device.") == 1
         assert job.err.count("done\n") == 2
         run("-np 2", "say('x\\n')\nif rank == 1: sys.exit(7)", code=7, stdout=full)
@@ -75,8 +74,7 @@ def test_streams_that_are_closed_from_the_start(run, fd):
 def test_a_terminal_shows_what_may_be_prompts(start, options):
     """Lines without an end; an elastic job has a status line besides."""
     ours, theirs = pty.openpty()
-    program = "say('name? ')\nforever()"
-    job = start(options, program, stdout=theirs, stderr=theirs)
+    job = start(options, "say('name? ')\nforever()", stdout=theirs, stderr=theirs)
     os.close(theirs)
     text = b""
     while text.count(b"name? ") < 2 or ("--min" in options and b"\x1b[2mkvhvdrun: " not in text):

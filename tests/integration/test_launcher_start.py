@@ -179,8 +179,7 @@ def unshares(*options):
 @pytest.mark.parametrize(("kind", "option"), [("PID", "--pid"), ("time", "--time")])
 def test_workers_in_namespaces_of_their_own(run, kind, option):
     """They cannot see whether the others live: that is said, and none takes a living one for dead."""
-    own = [*unshares(option, "--fork", "--kill-child"), sys.executable, "-c", PRELUDE + PROGRAM]
-    job = run("-np 2", own)
+    job = run("-np 2", [*unshares(option, "--fork", "--kill-child"), sys.executable, "-c", PRELUDE + PROGRAM])
     assert "died" not in job.out + job.err
     for rank in range(2):
         text = job.of(rank)

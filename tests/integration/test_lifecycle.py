@@ -88,8 +88,7 @@ say('queued\\n')
 
 def test_the_limit_at_exit_begins_anew_with_each_operation(run):
     """A program that reads no results has minutes of work left; the world is lost only when nothing moves any more."""
-    job = run("-np 2", QUEUED, KVHVD_EXIT_TIMEOUT="3")
-    assert job.out.count("queued") == 2
+    assert run("-np 2", QUEUED, KVHVD_EXIT_TIMEOUT="3").out.count("queued") == 2
 
 
 @pytest.mark.slow

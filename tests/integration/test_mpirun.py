@@ -60,8 +60,7 @@ if int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['PMI_RANK']) % 2:
     time.sleep(300)
 """
     failure = FAILURE.replace("discover()", "discover([3, 2, 0])")
-    job = run("-np 4", program + failure, launcher=OWN, code=None, KVHVD_START_TIMEOUT="1")
-    reports = job.reports()
+    reports = run("-np 4", program + failure, launcher=OWN, code=None, KVHVD_START_TIMEOUT="1").reports()
     assert {r["kind"] for r in reports} == {"LaunchError"}
     assert len(reports) == 2
     assert {r["text"].splitlines()[0].partition("] ")[2] for r in reports} == {"rank 3 did not arrive within 1 s."}

@@ -28,8 +28,7 @@ def shared(tmp_path):
 
 
 def data_of(count, seed=0):
-    draw = np.random.RandomState(seed)
-    values = draw.normal(size=(count, 6)).astype(np.float32)
+    values = np.random.RandomState(seed).normal(size=(count, 6)).astype(np.float32)
     return gluon.data.ArrayDataset(values, (values[:, 0] > 0).astype(np.float32))
 
 
@@ -77,8 +76,7 @@ def test_a_training(rank, size, kind):
     name, accuracy = estimator.val_metrics[0].get()
     assert name == "validation accuracy"
     predicted = estimator.net(mx.np.array(held_out._data[0]) if is_mxnet_2() else mx.nd.array(held_out._data[0]))
-    expected = (predicted.asnumpy().argmax(axis=1) == held_out._data[1]).mean()
-    assert accuracy == pytest.approx(expected)
+    assert accuracy == pytest.approx((predicted.asnumpy().argmax(axis=1) == held_out._data[1]).mean())
     training = [each.get() for each in estimator.train_metrics]
     assert hvd.allgather_object(training) == [training] * size
 

@@ -58,8 +58,7 @@ def joined(kind, arrays):
 def test_between_convolutions(rank, size):
     """Their gradients come in layouts of oneDNN's, which functions written in Python misread. All ranks have the same
     data, so that a broadcast changes nothing but who has the gradient."""
-    generator = np.random.default_rng(8)
-    start = generator.standard_normal((2, 16, 12, 12)).astype("float32")
+    start = np.random.default_rng(8).standard_normal((2, 16, 12, 12)).astype("float32")
     gradients = []
     with mx.util.np_shape(is_mxnet_2()):  # in MXNet 1 a convolution cannot be made otherwise
         first, second = (network(mx.gluon.nn.Conv2D(16, 3, in_channels=16)) for _ in range(2))

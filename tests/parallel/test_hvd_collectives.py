@@ -86,8 +86,7 @@ def test_layouts_of_onednn(rank, size):
     picture = mx.nd.array(contribution(rank, (2, 3, 8, 8), "float32"))
     weight = mx.nd.array(contribution(0, (16, 3, 3, 3), "float32"))
     out = mx.nd.Convolution(picture, weight, kernel=(3, 3), num_filter=16, no_bias=True)
-    got = hvd.allgather(out)
-    assert_same_bits(got[2 * rank : 2 * rank + 2].asnumpy(), out.asnumpy())
+    assert_same_bits(hvd.allgather(out)[2 * rank : 2 * rank + 2].asnumpy(), out.asnumpy())
 
 
 @pytest.mark.sizes
@@ -144,8 +143,7 @@ def test_wrong_arguments(rank, size):
         with pytest.raises(TypeError if first else ValueError, match="numpy" if first else "rank 0 refused the call"):
             hvd.grouped_allgather([x, np.ones(2) if first else x])
     assert hvd.allgather(x).shape == (2 * size, 2)
-    many = mx.np.ones((2, *[1] * 19))
-    assert hvd.allgather(many).shape == (2 * size, *[1] * 19)
+    assert hvd.allgather(mx.np.ones((2, *[1] * 19))).shape == (2 * size, *[1] * 19)
 
 
 def test_arguments_have_horovods_places():

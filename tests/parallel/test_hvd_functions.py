@@ -185,8 +185,7 @@ def test_states_on_one_worker_only(rank, size, loads, momentum, exchanges, tmp_p
             step(net, trainer)
         member = process.current().member  # what the other parameters say would be raised by the next test
         member.drain()
-        of_the_step = (kvstore_hvd.MismatchError, InputFailedError)
-        member.forget_unread(lambda error: isinstance(error, of_the_step))
+        member.forget_unread(lambda error: isinstance(error, (kvstore_hvd.MismatchError, InputFailedError)))
         return
     step(net, trainer)
     assert_alike(net)

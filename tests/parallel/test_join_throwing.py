@@ -219,8 +219,7 @@ def test_a_join_of_a_process_set_within(rank, size, before, dynamic):
     """Who has no input declines also what the other Join of the set begins with."""
     kvstore_hvd.barrier()
     kvstore_hvd.reset()  # Joins are counted anew, in each world
-    members = hvd.add_process_set([0, 1])
-    outer, inner = Nothing(), Nothing(members)
+    outer, inner = Nothing(), Nothing(hvd.add_process_set([0, 1]))
     for _ in range(before if rank < 2 else 0):
         with Join([inner], throw_on_early_termination=True):
             pass

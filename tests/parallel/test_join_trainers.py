@@ -120,8 +120,7 @@ def test_a_difference_is_found_in_the_end(rank, size):
 
 def test_gradients_that_add_up(rank, size):
     """A worker that had no input begins its next epoch without the sums of the others. Batches differ in size."""
-    net = network(mx.gluon.nn.Dense(1, in_units=1, use_bias=False))
-    (weight,) = parameters(net)
+    (weight,) = parameters(network(mx.gluon.nn.Dense(1, in_units=1, use_bias=False)))
     weight.grad_req = "add"
     trainer = hvd.DistributedTrainer([weight], "sgd", {"learning_rate": 1.0})
     before = weight.data().asnumpy()

@@ -217,8 +217,7 @@ def test_training(rank, size, kind, as_dense, monkeypatch):
     sparsely, densely = (train(trainer_of, sparse_grad, [rank], batch) for sparse_grad in (True, False))
     np.testing.assert_allclose(sparsely, densely, rtol=1e-6, atol=1e-7)
     local = lambda params: mx.gluon.Trainer(params, "sgd", OPTIMIZER, kvstore=None)  # noqa: E731
-    alone = train(local, False, range(size), BATCH * size)
-    np.testing.assert_allclose(sparsely, alone, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(sparsely, train(local, False, range(size), BATCH * size), rtol=1e-5, atol=1e-6)
     assert_alike(sparsely)
 
 

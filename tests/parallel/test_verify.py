@@ -41,8 +41,7 @@ def test_one_bit_of_one_worker_is_found_by_all(rank, size):
     net, culprit = mlp(), size - 1
     change(parameters(net)[2], rank, culprit)
     change(parameters(net)[4], rank, culprit)
-    text = diverged(lambda: kvstore_hvd.verify(net.collect_params()))
-    lines = text.splitlines()
+    lines = diverged(lambda: kvstore_hvd.verify(net.collect_params())).splitlines()
     assert lines[0] == (
         f"[rank {rank}/{size}] verify '{names_of(net)[2]}': the workers' parameters differ. Hashes of their bytes:"
     )

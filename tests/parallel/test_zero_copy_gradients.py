@@ -116,8 +116,7 @@ def test_gradients_that_a_graph_may_keep(rank, size, kvstore, mode):
         run.bytes = 4 * gradient_bytes(net)
         return weights(net) + gradients(net)
 
-    reduced = both(run, own=kvstore is None)
-    assert reduced == (run.bytes if size > 1 and mode != "static" else 0)
+    assert both(run, own=kvstore is None) == (run.bytes if size > 1 and mode != "static" else 0)
 
 
 def test_gradients_move_inside_of_record(rank, size):

@@ -57,5 +57,4 @@ class World:
 
 def ramp(shape: tuple[int, ...], dtype: str = "float32", start: int = 1) -> Array:
     """Return whole numbers below 50 that differ from one element to the next, so that sums are exact."""
-    size = int(np.prod(shape))
-    return (np.arange(start, start + size) % 50).reshape(shape).astype(dtype)
+    return (np.arange(start, start + int(np.prod(shape))) % 50).reshape(shape).astype(dtype)

@@ -298,8 +298,7 @@ def test_what_follows_a_refused_group_is_announced(refused_pair, refusing, refus
             else:
                 pair.other.wait(work)
         for place in order:
-            expected = place + 1 + (0 if group[place] == after else 100)
-            assert (ours[place].asnumpy() == expected).all()
+            assert (ours[place].asnumpy() == place + 1 + (0 if group[place] == after else 100)).all()
             ours[place][:] = place + 1
 
 

@@ -271,8 +271,7 @@ def test_horovods_names():
 @pytest.mark.parametrize("kind", ["nd", "np"])
 def test_arrays_of_mxnet_are_copied(kind):
     mx = pytest.importorskip("mxnet")
-    module = getattr(mx, kind)
-    x = module.array([1.5, 2.5], dtype="float16", ctx=mx.cpu(1))
+    x = getattr(mx, kind).array([1.5, 2.5], dtype="float16", ctx=mx.cpu(1))
     with mx.util.np_shape(True):
         y = mx.np.ones((0, 3))
 

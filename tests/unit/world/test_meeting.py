@@ -210,8 +210,7 @@ def test_two_processes_of_one_rank(pool):
         failed.result()
     with pytest.raises(LaunchError, match="another process is this rank of the job already"):
         start(pool, three[0]).result(LONG_S)
-    rest = [twin for twin in twins if twin is not failed]
-    assert same_file(leader, *rest, start(pool, three[2]))
+    assert same_file(leader, *[twin for twin in twins if twin is not failed], start(pool, three[2]))
 
 
 def test_versions_that_differ_are_named_on_every_rank(pool):
