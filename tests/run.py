@@ -161,7 +161,6 @@ def report(step: Step, results: Results, folder: Path) -> list[str]:
 
 
 def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
-    """Run chains of steps, print failures as they come and the table at the end; returns the exit code."""
     rows: list[list[int]] = []
     why: list[str] = []
     lock = threading.Lock()

@@ -61,7 +61,6 @@ def must(*command: object, folder: Path = ROOT) -> str:
 
 
 def faults() -> dict[str, Job]:
-    """Read all faults, by their names."""
     jobs = {}
     for text in "\n\n".join(file.read_text().rstrip() for file in sorted(HERE.glob("*.txt"))).split("\n\n"):
         head, _, changed = text.split("\n", 2)
@@ -212,7 +211,6 @@ def failure_of(copy: Path, tests: list[str], *arguments: str) -> str:
 
 
 def run(job: Job) -> Outcome:
-    """Run the tests of a job until one fails."""
     began, failure, test = time.monotonic(), "", ""
     try:
         copy = copy_of_checkout(job)
@@ -246,7 +244,6 @@ def without(outcomes: list[Outcome]) -> list[Job]:
 
 
 def main() -> int:
-    """Plant the faults that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults [all]")
     parser.add_argument("--tenth", metavar="SEED", help="a random tenth of all, the same for the same SEED")

@@ -217,7 +217,6 @@ class Calls:
         return result
 
     def _returned(self, operation: Operation, arrays: Arrays, returned: Any) -> None:
-        """Note what the returned arrays have to hold."""
         model = arrays.model
         if operation.kind == "alltoall" and operation.splits:
             returned, received = returned
@@ -295,7 +294,6 @@ class Calls:
             arrays.differences.append(f"{str(got)[:100]} instead of {str(wanted)[:100]}")
 
     def call_as_outsider(self, operation: Operation) -> None:
-        """Call an operation of a set that this rank is not a member of."""
         process_set = self._set_of(operation.members)
         ones, root = mx.nd.ones((4,)), operation.members[0]
         calls: dict[str, Callable[[], Any]] = {

@@ -47,7 +47,6 @@ class Executor:
         return _Run(program, self._rank, self._calls, random.Random(f"{program.seed} on {self._rank}")).run(before_step)
 
     def close(self) -> None:
-        """Remove the process sets."""
         for each in self._sets.values():
             hvd.remove_process_set(each)
         self._sets = {}

@@ -52,7 +52,6 @@ def values(seed: int, operation: Operation, tensor: int, rank: int, device: int,
 
 
 def object_of(seed: int, operation: Operation, rank: int) -> Any:
-    """The object that a rank contributes."""
     generator = np.random.default_rng([seed, operation.index, rank])
     length = int(generator.choice((0, 1, 30, 3000, 200_000)))
     return {"rank": rank, "text": "é" * (rank + 1), "bytes": generator.bytes(length), "nested": [(1, None), {2.5}]}
@@ -66,8 +65,6 @@ def share(rows: int, place: int, count: int) -> slice:
 
 
 class Model:
-    """The inputs and expected results of one program."""
-
     def __init__(self, program: Program) -> None:
         self._program = program
         self.seed = program.seed

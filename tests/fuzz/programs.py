@@ -117,8 +117,6 @@ class Operation:
 
 @dataclass
 class Program:
-    """What all ranks do together."""
-
     seed: int
     size: int
     sets: list[tuple[int, ...]]  # process sets besides that of all ranks

@@ -66,7 +66,6 @@ class Training:
 
 
 def draw(seed: int, size: int) -> Training:
-    """The training of this seed."""
     chance, differ = random.Random(seed), random.Random(f"differences {seed}")
     more = random.Random(f"more {seed}")
     joins = chance.random() < 0.25

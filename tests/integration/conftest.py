@@ -1,5 +1,3 @@
-"""Fixtures of the integration tests."""
-
 import contextlib
 import os
 import signal

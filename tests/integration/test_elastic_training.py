@@ -23,7 +23,6 @@ LAUNCHERS = {launcher.name: launcher for launcher in (kvhvdrun(), mpirun()) if l
 
 @pytest.fixture
 def train(marker, tmp_path):
-    """Start a training, and end it if the test does not."""
     started = []
 
     def start(*network, **settings):
@@ -36,7 +35,6 @@ def train(marker, tmp_path):
 
 
 def end_well(job):
-    """Let the job finish, and check what it has done."""
     job.finish()
     job.end()
     assert_all_right(job)

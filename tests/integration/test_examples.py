@@ -1,5 +1,3 @@
-"""The examples that documents refer to, whole programs on real data."""
-
 import os
 import re
 import signal

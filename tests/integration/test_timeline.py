@@ -1,5 +1,3 @@
-"""Timelines of whole jobs, also such that end badly."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""Fixtures of the parallel tests."""
-
 import gc
 
 import pytest

@@ -54,7 +54,6 @@ def make_trainer(net, **options):
 
 
 def train(net, trainer, rank, steps, is_alone=False):
-    """Take some steps, together or as if there were nobody else; every worker has data of its own."""
     for step in range(steps):
         backward(net, [batch_of(rank, step)])
         if is_alone:

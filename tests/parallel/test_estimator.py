@@ -23,7 +23,6 @@ SAMPLES, BATCH = 48, 4
 
 @pytest.fixture
 def shared(tmp_path):
-    """A folder that all workers have."""
     return hvd.broadcast_object(str(tmp_path))
 
 

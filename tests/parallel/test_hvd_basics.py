@@ -1,5 +1,3 @@
-"""Horovod's basics: joining and leaving, ranks and sizes, what this build can do."""
-
 from types import SimpleNamespace
 from unittest.mock import Mock
 

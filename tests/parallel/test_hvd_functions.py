@@ -1,5 +1,3 @@
-"""Objects, parameters and Trainers' states, sent to other workers."""
-
 import copy
 import gc
 import pickle

@@ -1,5 +1,3 @@
-"""Process sets: disjoint and overlapping ones, and the rules for adding and removing them."""
-
 import contextlib
 import pickle
 import re

@@ -1,5 +1,3 @@
-"""Collectives on NumPy arrays."""
-
 import numpy as np
 import pytest
 

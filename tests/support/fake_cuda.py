@@ -77,7 +77,6 @@ class FakeCuda:
             raise self.failures[name]
 
     def stream_at(self, address: int) -> _Stream:
-        """The stream of this address; 0 is the default one."""
         with self._lock:
             if address not in (0, 1, 2):
                 return self.streams[address]
@@ -128,8 +127,6 @@ class _Stream:
 
 
 class _Runtime(SimpleNamespace):
-    """``cupy.cuda.runtime``."""
-
     eventDisableTiming = 2  # noqa: N815 - CUDA's names
     streamNonBlocking = 1  # noqa: N815
     memcpyDefault = 4  # noqa: N815

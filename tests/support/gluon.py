@@ -20,7 +20,6 @@ def is_mxnet_2() -> bool:
 
 
 def array(values: Array, ctx: Any = None) -> Any:
-    """Return an array of the class that Gluon takes."""
     import mxnet as mx
 
     return make(mx.np if is_mxnet_2() else mx.nd, values, ctx)

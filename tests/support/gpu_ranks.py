@@ -111,7 +111,6 @@ def values_of(raw: Any, dtype: str) -> Any:
 
 
 def raw_of(values: Any, dtype: str) -> Any:
-    """The bytes of elements, rounded to nearest even."""
     if dtype == "bfloat16":
         return (rounded_to_bfloat16(values).view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
     return np.ascontiguousarray(values.astype(_NUMPY[dtype])).view(np.uint8)

@@ -261,7 +261,6 @@ class Job:
         return int(self.events("worker_started", worker=worker)[-1]["pid"])
 
     def kill(self, *workers: int, number: int = signal.SIGKILL) -> None:
-        """Send workers of an elastic job a signal, if they have not ended."""
         for worker in workers:
             if pid := self.pid(worker):  # 0 would be all processes of our group
                 os.kill(pid, number)

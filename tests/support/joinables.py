@@ -1,5 +1,3 @@
-"""Joinables of a program's own."""
-
 from typing import Any
 
 import numpy as np

@@ -114,7 +114,6 @@ def built(
 
 
 def batch(shape: tuple[int, ...], seed: Any, dtype: str = "float32") -> Any:
-    """Return random data; `seed` is what NumPy takes for one."""
     return array(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 

@@ -25,7 +25,6 @@ class Trace:
             self._check_row(rank, row, spans)
 
     def rows(self) -> dict[tuple[int, int], list[dict[str, Any]]]:
-        """The operations of each row, in the order of the file."""
         rows: dict[tuple[int, int], list[dict[str, Any]]] = {}
         for event in self.events:
             if event["ph"] == "X":

@@ -26,7 +26,6 @@ def address(array: Any) -> int:
 
 
 def arena() -> Any:
-    """Return the arena of this worker's world, or None."""
     return None if process.current().member.is_alone else process.current().member.arena
 
 

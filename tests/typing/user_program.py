@@ -48,7 +48,6 @@ def horovod(net: Any) -> float:
 
 @elastic.run
 def train(state: elastic.GluonState, epochs: int, *, verbose: bool = False) -> list[float]:
-    """Elastic training."""
     losses: list[float] = []
     for batch in batches(state.sampler):
         losses.append(float(batch))
@@ -57,7 +56,6 @@ def train(state: elastic.GluonState, epochs: int, *, verbose: bool = False) -> l
 
 
 def batches(sampler: Any) -> Iterator[float]:
-    """Read the samples."""
     yield from (float(each) for each in sampler)
 
 

@@ -1,5 +1,3 @@
-"""Fixtures of the unit tests."""
-
 import contextlib
 import errno
 import importlib

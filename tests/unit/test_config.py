@@ -1,5 +1,3 @@
-"""The configuration: what it reads, and what it refuses."""
-
 import importlib
 import io
 import logging

@@ -1,5 +1,3 @@
-"""The exceptions: their families, and the form of their texts."""
-
 import pytest
 
 from kvstore_hvd import errors

@@ -28,7 +28,6 @@ def _restore():
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch):
-    """Put a package of its own behind ``horovod.mxnet``; returns its name."""
     package = tmp_path / "stand_in"
     package.mkdir()
     (package / "__init__.py").write_text("from stand_in import mpi_ops\nfrom stand_in.mpi_ops import size\n")

@@ -1,5 +1,3 @@
-"""`kvhvdrun --check-build`, which imports MXNet."""
-
 import importlib.util
 import platform
 import re

@@ -43,7 +43,6 @@ def calls(monkeypatch):
 
 @contextlib.contextmanager
 def only_mxnets(monkeypatch, calls):
-    """Within, optimizers call MXNet's operators."""
     with monkeypatch.context() as patch:
         for owner in OWNERS:
             for name in updates._OPERATORS:
@@ -59,7 +58,6 @@ def only_mxnets(monkeypatch, calls):
 
 
 def train(kind, arguments, dtype, aggregated, steps=3):
-    """Weights and states after some updates, as bytes."""
     random = np.random.RandomState(4)
     optimizer = mx.optimizer.create(
         kind,
