@@ -29,6 +29,10 @@
 
 namespace kvstore_hvd {
 
+using testing::check;
+using testing::check_equal;
+using testing::contains;
+
 // Tests leave out what it cannot run, or what would take it minutes.
 constexpr bool thread_sanitizer() {
 #if defined(__SANITIZE_THREAD__)
@@ -88,7 +92,7 @@ inline std::vector<std::vector<int>> tcp_connections(std::size_t hosts) {
     }
   }
   close(listener);
-  testing::check(works, "no TCP on loopback");
+  check(works, "no TCP on loopback");
   return sockets;
 }
 

@@ -3,20 +3,12 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <cstring>
-#include <random>
-
-#include "check.hpp"
 #include "ranks.hpp"
 #include "shm/arena.hpp"
 #include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
 
 constexpr std::size_t kArena = std::size_t{64} << 20;
 

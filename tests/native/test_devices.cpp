@@ -1,17 +1,8 @@
 // Operations on devices: what the ranks agree on, and what becomes of it when the world is lost. The device is one of
 // the test: it reduces arrays of this process once the device threads of all ranks have brought a batch.
-#include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <condition_variable>
-#include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <random>
-#include <thread>
 
-#include "check.hpp"
 #include "engine/device_queue.hpp"
 #include "ranks.hpp"
 #include "reduce/reduce.hpp"
@@ -20,9 +11,6 @@
 namespace kvstore_hvd {
 namespace {
 
-using testing::check;
-using testing::check_equal;
-using testing::contains;
 using namespace std::chrono_literals;
 
 // What every device thread brings has to be the same in the same order: anything else would hang on real devices.

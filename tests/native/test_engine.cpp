@@ -2,19 +2,10 @@
 // has results.
 #include <sys/mman.h>
 
-#include <atomic>
-#include <random>
-#include <string>
-#include <thread>
-
-#include "check.hpp"
 #include "ranks.hpp"
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
-using testing::check_equal;
 
 const bool opposite_orders = testing::add("more names than slots, in opposite orders", [] {
   if (thread_sanitizer()) return;

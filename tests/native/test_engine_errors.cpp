@@ -1,26 +1,14 @@
 // What the engine says, and to whom, when ranks disagree, fail, leave, or do not come, and what is left of a world that
 // a rank has left; ranks are threads.
-#include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstring>
 #include <memory>
-#include <string>
-#include <thread>
-#include <tuple>
-#include <vector>
 
-#include "check.hpp"
 #include "ranks.hpp"
 #include "shm/arena.hpp"
 #include "shm/world.hpp"
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
-using testing::check_equal;
-using testing::contains;
 
 const bool mismatches =
     testing::add("a disagreement fails that operation on every rank, changes nothing, and the world goes on", [] {
@@ -267,7 +255,7 @@ const bool letters = testing::add("a text that is too long is cut between two le
   const std::string_view text = "a\u20ac\u20ac";  // of one byte, and of three
   for (std::size_t bytes = 0; bytes <= 8; ++bytes) {
     const std::size_t whole = bytes < 1 ? 0 : bytes < 4 ? 1 : bytes < 7 ? 4 : 7;
-    testing::check_equal(utf8_prefix(text, bytes).size(), whole, std::to_string(bytes));
+    check_equal(utf8_prefix(text, bytes).size(), whole, std::to_string(bytes));
   }
 });
 

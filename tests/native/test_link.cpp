@@ -1,17 +1,10 @@
 // Several hosts, each with a link: what ends. test_programs.cpp has values, order and disagreements.
-#include <algorithm>
-#include <atomic>
-#include <string>
-
-#include "check.hpp"
 #include "link/link.hpp"
 #include "ranks.hpp"
 #include "shm/arena.hpp"
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
 
 // What a sum of four ranks ends with that begins when all have met and `change` has been called.
 void sum_after(const Placement& placement, std::size_t count, std::chrono::seconds timeout,
@@ -165,9 +158,9 @@ const bool names = testing::add("ranks of other hosts are named by their own num
     eight += (rank == 0 ? "" : ", ") + ("rank " + std::to_string(20 + rank)) + " (n" + std::to_string(rank) + ", pid " +
              std::to_string(100 + rank) + ")";
   }
-  testing::check_equal(describe_members(world, there), eight + " and ranks 29-31", "all of the other host");
-  testing::check_equal(describe_members(world, {1}), std::string("rank 21 (never joined)"), "of this one");
-  testing::check_equal(describe_host(world, 1), std::string("host n0 (ranks 20, 22-31)"), "the other host");
+  check_equal(describe_members(world, there), eight + " and ranks 29-31", "all of the other host");
+  check_equal(describe_members(world, {1}), std::string("rank 21 (never joined)"), "of this one");
+  check_equal(describe_host(world, 1), std::string("host n0 (ranks 20, 22-31)"), "the other host");
 });
 
 }  // namespace

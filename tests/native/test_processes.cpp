@@ -7,14 +7,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include <atomic>
 #include <csignal>
 #include <new>
 #include <optional>
-#include <string>
-#include <thread>
 
-#include "check.hpp"
 #include "link/loop.hpp"
 #include "ranks.hpp"
 #include "shm/liveness.hpp"
@@ -23,9 +19,6 @@
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
-using testing::check_equal;
 
 // Runs `body` in a child process as one rank; it must return 0.
 pid_t spawn(const Segment& segment, int rank, const std::function<int(Engine&)>& body,
@@ -125,7 +118,7 @@ const bool lock_holder = testing::add("a rank that stops while it holds a lock i
         std::vector<float> data(10);
         const Status status = engine.run(allreduce("x", data));
         const bool named =
-            testing::contains(status.text(), "waited too long for rank 1, which stopped inside a critical section");
+            contains(status.text(), "waited too long for rank 1, which stopped inside a critical section");
         return status.code() == ErrorCode::kTimeout && named ? 0 : 1;
       },
       std::chrono::milliseconds(300));

@@ -3,19 +3,13 @@
 // travels with what.
 //
 // KVHVD_TEST_PROGRAMS: how many for each world.
-#include <algorithm>
 #include <memory>
-#include <random>
-#include <string>
 
-#include "check.hpp"
 #include "ranks.hpp"
 #include "shm/arena.hpp"
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
 
 struct Step {
   Collective collective;

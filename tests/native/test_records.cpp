@@ -5,21 +5,13 @@
 // KVHVD_TEST_RECORDS_S: for how long random streams are tried, in place of a second. KVHVD_TEST_RECORDS_SEED: the
 // first.
 #include <array>
-#include <cstring>
-#include <map>
-#include <random>
-#include <string>
-#include <tuple>
 
-#include "check.hpp"
 #include "link/link.hpp"
 #include "link/mail.hpp"
 #include "ranks.hpp"
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
 
 constexpr int kHosts = 3, kSize = 4;
 constexpr std::size_t kHead = 32;  // bytes of Mail::Head

@@ -1,10 +1,5 @@
 // What is measured and recorded of operations: rounds, exposed times and the timeline by hand-made times, then a world
 // that completes and fails.
-#include <algorithm>
-#include <map>
-#include <string>
-
-#include "check.hpp"
 #include "ranks.hpp"
 #include "report/report.hpp"
 
@@ -12,8 +7,6 @@ namespace kvstore_hvd {
 namespace {
 
 using std::chrono::hours;
-using testing::check;
-using testing::check_equal;
 using Time = std::chrono::steady_clock::time_point;
 
 // Submissions take their times from the clock, completions are said to be hours later: nothing in between matters.

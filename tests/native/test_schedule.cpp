@@ -1,7 +1,4 @@
 // The schedule and the table of tensors, one thread at a time.
-#include <string>
-
-#include "check.hpp"
 #include "engine/schedule.hpp"
 #include "engine/tensor_table.hpp"
 #include "ranks.hpp"
@@ -9,8 +6,6 @@
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
 
 // Announces `name` on every rank of the world and makes it ready; `direct`: as if it lay in the ranks' arenas.
 std::uint32_t make_ready(World& world, const std::string& name, std::size_t count, int priority, bool direct = false,

@@ -1,12 +1,7 @@
 // What a rank waits for and what it has missed, as the stall report asks; ranks are threads.
 #include <unistd.h>
 
-#include <algorithm>
-#include <atomic>
-#include <string>
-
 #include "base/process.hpp"
-#include "check.hpp"
 #include "engine/pending.hpp"
 #include "engine/schedule.hpp"
 #include "engine/tensor_table.hpp"
@@ -16,9 +11,6 @@
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
-using testing::check_equal;
 
 constexpr std::size_t kMost = 64;
 
@@ -199,7 +191,7 @@ const bool no_slot = testing::add("an operation for which others leave no slot f
   const bool is_over = engine.wait(*work, std::chrono::seconds(20));
   if (!is_over) engine.abort("the test is over");
   check(engine.wait(*work).code() == ErrorCode::kTimeout, work->status().text());
-  check(testing::contains(work->status().text(), "for one of " + std::to_string(kSlots) + " tensors in flight"),
+  check(contains(work->status().text(), "for one of " + std::to_string(kSlots) + " tensors in flight"),
         work->status().text());
 });
 

@@ -3,15 +3,8 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <cstdlib>
-#include <cstring>
-#include <deque>
 #include <new>
-#include <random>
-#include <string>
 
-#include "check.hpp"
 #include "link/transport.hpp"
 #include "ranks.hpp"
 
@@ -35,9 +28,6 @@ void operator delete(void* memory, std::size_t) noexcept { operator delete(memor
 
 namespace kvstore_hvd {
 namespace {
-
-using testing::check;
-using testing::check_equal;
 
 std::vector<char> message(std::uint32_t number, std::size_t bytes) {
   std::vector<char> content(bytes);
