@@ -1,13 +1,11 @@
 """Runs programs on this rank, through `kvstore_hvd.mxnet` and stores, and compares with the model what comes back."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Optional
 
 import mxnet as mx
 import numpy as np
@@ -188,7 +186,7 @@ class _Run:
         return None
 
     @contextlib.contextmanager
-    def _errors(self, operation: Operation | None) -> Iterator[None]:
+    def _errors(self, operation: Optional[Operation]) -> Iterator[None]:
         """Note errors that belong to a fault; others are problems."""
         try:
             yield
@@ -197,7 +195,7 @@ class _Run:
         except Exception as error:
             self._note(error, operation)
 
-    def _note(self, error: Exception, operation: Operation | None) -> None:
+    def _note(self, error: Exception, operation: Optional[Operation]) -> None:
         text = str(error)
         faulty = self._failing()
         named = [each for each in faulty if f"'{each.name}'" in text or f"'{each.name}." in text]
@@ -248,7 +246,7 @@ class _Run:
             return Exception
         return {"input": InputFailedError, "refused": InvalidRequestError}.get(fault.kind, MismatchError)
 
-    def _problem(self, operation: Operation | None, text: str) -> None:
+    def _problem(self, operation: Optional[Operation], text: str) -> None:
         self._outcome.problems.append(f"[rank {self._rank}] {operation or 'end of the program'}: {text}")
 
 

@@ -1,11 +1,9 @@
 """Values for parallel tests: every rank knows what every other rank contributes, so results can be computed locally."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
@@ -49,7 +47,7 @@ def ordered_sum(parts: list[Array]) -> Array:
     return reduce(lambda a, b: (a + b).astype(dtype), parts)
 
 
-def by_host(parts: list[Array], ranks: Sequence[int] | None = None) -> list[list[Array]]:
+def by_host(parts: list[Array], ranks: Optional[Sequence[int]] = None) -> list[list[Array]]:
     """Return what these ranks of the present world (all, if not given) contribute, in a list for each host."""
     place = process.current().last_topology
     ranks = range(len(parts)) if ranks is None else ranks
@@ -61,7 +59,7 @@ def by_host(parts: list[Array], ranks: Sequence[int] | None = None) -> list[list
     return list(hosts.values())
 
 
-def sum_of_ranks(parts: list[Array], ranks: Sequence[int] | None = None) -> Array:
+def sum_of_ranks(parts: list[Array], ranks: Optional[Sequence[int]] = None) -> Array:
     """Return the sum of what ranks contribute, see `by_host`: each host's ranks are summed first, then the hosts."""
     return ordered_sum([ordered_sum(of_host) for of_host in by_host(parts, ranks)])
 

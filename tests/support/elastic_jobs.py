@@ -1,11 +1,9 @@
 """The decisions about an elastic job, driven by a test: it says what happens, and when."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Optional
 
 from kvstore_hvd.base.channel import OF_WORKER, TO_WORKER, Kinds, take
 from kvstore_hvd.launch.jobs import Job
@@ -21,7 +19,7 @@ def sent(message: dict[str, Any], kinds: Kinds) -> dict[str, Any]:
 class Play:
     """A job whose workers do what the test says. `seen` is everything that the job has asked for, in order."""
 
-    def __init__(self, hosts: dict[str, int] | None = None, **settings: Any) -> None:
+    def __init__(self, hosts: Optional[dict[str, int]] = None, **settings: Any) -> None:
         self.now = 1000.0
         self.settings = Settings(**{"job": "play", "min_np": 1, **settings})
         self.lines: dict[int, tuple[str, ...]] = {}
@@ -110,7 +108,7 @@ class Play:
         return self.job.generation.number
 
     @property
-    def ending(self) -> End | None:
+    def ending(self) -> Optional[End]:
         ends = [action for action in self.seen if isinstance(action, End)]
         assert len(ends) <= 1
         return ends[0] if ends else None

@@ -1,11 +1,9 @@
 """A world of several workers that only this one is in, without native code: what was asked of it is recorded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Optional
 
 from kvstore_hvd import native
 from kvstore_hvd.errors import KVHvdError
@@ -29,12 +27,12 @@ class FakeAdapter:
     def pushpull(self, name: str, *arguments: Any) -> None:
         self.operations.append(name)
 
-    def pushpull_in_place(self, name: str, *arguments: Any) -> int | None:
+    def pushpull_in_place(self, name: str, *arguments: Any) -> Optional[int]:
         return None  # every case needs a closer look: unit tests are about what the store does then
 
     broadcast = pushpull
 
-    def take_unread_error(self) -> KVHvdError | None:
+    def take_unread_error(self) -> Optional[KVHvdError]:
         return self.unread.pop(0) if self.unread else None
 
     def after_fork_in_child(self) -> None:
@@ -47,9 +45,9 @@ class FakeConnection:
 
     adapter: FakeAdapter
     requests: list[native.Request] = field(default_factory=list)
-    failure: KVHvdError | None = None
+    failure: Optional[KVHvdError] = None
     left: list[str] = field(default_factory=list)
-    interrupted: BaseException | None = None
+    interrupted: Optional[BaseException] = None
     pending: list[bool] = field(default_factory=list)
 
     arena = None
@@ -75,7 +73,7 @@ class FakeConnection:
     def waiting(self, age_s: float) -> list[Any]:
         return []
 
-    def health(self) -> KVHvdError | None:
+    def health(self) -> Optional[KVHvdError]:
         return self.failure
 
     def abort(self, text: str) -> None:

@@ -1,7 +1,5 @@
 """Command lines that start several ranks on this host, by kvhvdrun or this interpreter's mpirun; and who is one."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re
@@ -10,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 _TESTS = Path(__file__).resolve().parents[1]
 # Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results.
@@ -46,7 +44,7 @@ def kvhvdrun() -> Launcher:
     return Launcher("kvhvdrun", (str(script),) if script.exists() else (sys.executable, "-c", start), "kvhvdrun")
 
 
-def mpirun() -> Launcher | None:
+def mpirun() -> Optional[Launcher]:
     """Return the mpirun installed beside this interpreter; None when it has no mpirun or no mpi4py. Another mpirun on
     the path is of no use: it would start ranks of an MPI that mpi4py does not load."""
     path = Path(sys.executable).with_name("mpirun")
@@ -67,7 +65,7 @@ def with_tests(variables: dict[str, str]) -> dict[str, str]:
     return {**variables, "PYTHONPATH": path}
 
 
-def environment(launcher: Launcher | None = None) -> dict[str, str]:
+def environment(launcher: Optional[Launcher] = None) -> dict[str, str]:
     """Return the variables for a child: this process's, less those of any launcher it was itself started by."""
     foreign = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_")
     own = ("KVHVD_RANK", "KVHVD_SIZE", "KVHVD_LOCAL_", "KVHVD_SLOT", "KVHVD_JOB", "KVHVD_SECRET", "KVHVD_GENERATION")

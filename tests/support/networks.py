@@ -1,10 +1,8 @@
 """Small networks by name, and their training on MXNet 1 and 2 alike."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Optional
 
 import mxnet as mx
 import numpy as np
@@ -14,7 +12,7 @@ from mxnet.gluon import nn, rnn
 from support.gluon import array, is_mxnet_2, parameters
 
 BATCH = 4  # of each worker
-MODES: dict[str, dict[str, bool] | None] = {
+MODES: dict[str, Optional[dict[str, bool]]] = {
     "plain": None,
     "hybrid": {},
     "static": {"static_alloc": True, "static_shape": True},

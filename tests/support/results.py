@@ -5,14 +5,12 @@ Everything a rank prints goes to ``FOLDER/rank<r>.log``, and each test at its st
 test it was in.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 if __name__ == "__main__":  # the folder of this file is no place to import from; the folder above it is, for "support"
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -102,7 +100,7 @@ def read(folder: Path, ranks: int, may_be_empty: bool = False) -> Results:
     return results
 
 
-def _read_rank(path: Path) -> tuple[dict[str, str], int | None, dict[str, str]]:
+def _read_rank(path: Path) -> tuple[dict[str, str], Optional[int], dict[str, str]]:
     tests: dict[str, str] = {}
     texts: dict[str, str] = {}
     ended = None

@@ -1,9 +1,7 @@
 """Several ranks on one GPU that a single launch plays: for tests of the kernels, and to measure them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 
@@ -49,7 +47,7 @@ class VirtualRanks:
         self._worlds = self._put(worlds, 0)
         self._tables = 1 << 20  # where the tables begin there
 
-    def statuses(self) -> list[kernels.Stop | None]:
+    def statuses(self) -> list[Optional[kernels.Stop]]:
         return [kernels.Stop.of(int(self.words[(2 * _LINE * rank + _LINE) // 4])) for rank in range(self.size)]
 
     def prepare(self, inputs: Sequence[Sequence[Segment]], outputs: Sequence[Sequence[Segment]]) -> tuple[int, int]:
