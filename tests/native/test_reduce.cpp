@@ -2,16 +2,8 @@
 // easily got wrong: every 16-bit pattern, every rounding, zeros, infinities, NaNs, overflows of integers, and
 // floating-point modes of the caller. Elements are independent of each other, so that the reference of the longest
 // arrays serves all of them.
-#include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <initializer_list>
-#include <limits>
-#include <random>
-#include <string>
-#include <vector>
 
-#include "check.hpp"
 #include "reduce_cases.hpp"
 
 #if defined(__x86_64__)

@@ -5,10 +5,6 @@
 #include <memory>
 #include <mutex>
 #include <random>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
 
 #include "base/process.hpp"
 #include "check.hpp"

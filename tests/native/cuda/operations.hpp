@@ -1,10 +1,6 @@
 // Operations of several ranks with arrays of their own, and what these must hold afterwards.
 #pragma once
 
-#include <memory>
-#include <string>
-#include <vector>
-
 #include "kernel_table.hpp"
 #include "worlds.hpp"
 

@@ -1,10 +1,7 @@
 // Random sequences of operations, launched as streams launch them, on either machine.
 #pragma once
 
-#include <atomic>
 #include <chrono>
-#include <cstdio>
-#include <cstdlib>
 
 #include "operations.hpp"
 

@@ -1,11 +1,6 @@
 // Ranks of one process that run the kernels on a machine of host/, and what their arrays must hold then.
 #pragma once
 
-#include <cstring>
-#include <memory>
-#include <vector>
-
-#include "../check.hpp"
 #include "../reduce_cases.hpp"
 #include "layout.cuh"
 
