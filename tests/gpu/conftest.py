@@ -94,7 +94,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def machine():
-    """The machine's GPU; skips where there is none."""
     if IS_FAKE:
         with host_kernels(), fake_cuda():
             yield

@@ -86,7 +86,6 @@ PATHS = [("auto", ""), ("staged", ""), ("staged", "2"), ("staged", "2,1,1")]
 
 
 def run(folder, program, path, hosts, *options):
-    """Start four workers; returns what the launcher and they have printed."""
     (folder / "program.py").write_text(program)
     command = [sys.executable, "-m", "kvstore_hvd.launch", "-np", "4", *options, sys.executable, "program.py"]
     variables = {**environment(), "KVHVD_TEST_HOSTS": hosts, "KVHVD_GPU_PATH": path}

@@ -20,7 +20,6 @@ from support.patience import patient, until
 
 pytestmark = pytest.mark.alike
 
-# What a worker's program begins with.
 LINE = """
 import os, select, socket, sys, threading, time
 from kvstore_hvd.base.channel import Channel, ChannelError

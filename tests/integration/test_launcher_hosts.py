@@ -220,7 +220,6 @@ def network(tmp_path):
 
 
 def beside(network, options):
-    """How to start a job on these hosts."""
     how = {"launcher": [*network.beside, *kvhvdrun().prefix], "KVHVD_TEST_SHELL_PORT": "2222"}
     return f"{SHELL} -H node0:1,node1:2 {options}", how
 

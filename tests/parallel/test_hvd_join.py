@@ -128,7 +128,6 @@ def test_what_is_not_supported(rank, size):
             hvd.broadcast(x, 0).asnumpy()
         assert sum_of(x).asnumpy().sum() == 4 * size
     assert hvd.join() in range(size)
-    # Everything works again.
     assert hvd.allgather(mx.nd.ones((1, 2))).shape == (size, 2)
 
 

@@ -1,1 +1,0 @@
-"""Helpers of the tests: starting ranks, and recording what each of them did."""

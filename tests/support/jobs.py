@@ -29,7 +29,6 @@ SHARED = Path("/dev/shm")
 # MPI names its files so; whether they stay is MPI's affair.
 OF_MPI = re.compile(r"sm_segment\.|mpich_shm_|vader_segment\.|open_mpi\.")
 
-# What every worker's program begins with.
 PRELUDE = """
 import os, signal, subprocess, sys, threading, time
 names = ('KVHVD_RANK', 'KVHVD_WORKER', 'OMPI_COMM_WORLD_RANK', 'PMI_RANK')

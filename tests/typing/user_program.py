@@ -16,7 +16,6 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 def stores(gradients: Floats) -> Floats:
-    """What belongs to the store, and collectives on NumPy arrays."""
     kvstore_hvd.init()
     store = kvstore_hvd.Horovod()
     rank: int = store.rank
@@ -30,7 +29,6 @@ def stores(gradients: Floats) -> Floats:
 
 
 def horovod(net: Any) -> float:
-    """The functions of horovod.mxnet."""
     hvd.init()
     hvd.broadcast_parameters(net.collect_params(), root_rank=0)
     trainer = hvd.DistributedTrainer(net.collect_params(), "sgd", {"learning_rate": 0.1 * hvd.size()})

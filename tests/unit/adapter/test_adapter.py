@@ -17,6 +17,7 @@ import pytest
 import support
 from kvstore_hvd import errors, mxnet_compat, native
 from kvstore_hvd.mxnet_compat import handle_of as handle
+from support.jobs import variables_of
 from support.pair import TIMEOUT_S, mx, ramp
 from support.patience import in_child, until
 
@@ -126,11 +127,7 @@ world.close()
 
 
 def test_an_engine_that_waits_for_each_operation():
-    variables = {
-        **os.environ,
-        "MXNET_ENGINE_TYPE": "NaiveEngine",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    variables = {**variables_of(), "MXNET_ENGINE_TYPE": "NaiveEngine"}
     told = subprocess.check_output([sys.executable, "-c", NAIVE], text=True, timeout=2 * TIMEOUT_S, env=variables)
     assert told.splitlines() == [
         "[2.0, 3.0, 4.0, 5.0] [2.0, 3.0, 4.0, 5.0]",
