@@ -28,6 +28,8 @@ const bool mismatches =
           {"ranks disagree on the kind of memory.\n  CPU: ranks 0-1, 3    GPU: rank 2\n",
            [](Request& r) { r.on_device = true; }},
           {"ranks disagree on prescale.\n  1: ranks 0-1, 3    0.5: rank 2\n", [](Request& r) { r.prescale = 0.5; }},
+          {"ranks disagree on prescale.\n  1: ranks 0-1, 3    0.99999999999999989: rank 2\n",
+           [](Request& r) { r.prescale = std::nextafter(1.0, 0.0); }},
           {"ranks disagree on postscale.\n  1: ranks 0-1, 3    0.5: rank 2\n", [](Request& r) { r.postscale = 0.5; }},
           {"ranks disagree on the other arrays of the group.\n  group 0: ranks 0-1, 3    group 8: rank 2\n",
            [](Request& r) { r.group = 8; }},

@@ -86,8 +86,10 @@ const bool again = testing::add("an array may be changed as soon as its sum is t
     std::fill_n(array + kCount, kMore, 7.0F);
     for (int i = 0; i < 50; ++i) {
       std::fill_n(array, kCount, static_cast<float>(i + rank));
-      check(engine.run(allreduce("x", array, kCount)).ok(), "the sum");
-      const auto sum = static_cast<float>(2 * i + 1);
+      Request request = allreduce("x", array, kCount);
+      request.prescale = i % 2 == 0 ? 1.0 : 0.5;
+      check(engine.run(std::move(request)).ok(), "the sum");
+      const float sum = static_cast<float>(2 * i + 1) * (i % 2 == 0 ? 1.0F : 0.5F);
       check(std::count(array, array + kCount, sum) == kCount, "of values that have changed");
       check(std::count(array + kCount, array + kCount + kMore, 7.0F) == kMore, "what follows");
     }

@@ -528,7 +528,8 @@ const bool watched = testing::add("a host is lost that is silent, gone, of anoth
   for (const auto& [name, change, expected] : all) {
     const auto script = std::make_shared<Script>(0);
     change(script->peers[1]);
-    left(script->peers[2], {3});  // all of its ranks: nobody waits for it
+    left(script->peers[2], {3});  // all of its ranks: nobody waits for it, and its connection may end
+    script->peers[2].fault = TransportError::Kind::kLost;
     const Placement placement{{0}, {1, 2}, {3}};
     const auto segment = Segment::create(1, 0, {}, {}, std::nullopt, Hosts{0, placement, test_processes(placement)});
     LinkOptions options;

@@ -24,6 +24,7 @@ const bool exposed = testing::add("what completes after the last submission of a
   rounds.completed(first, a, a.submitted + hours(7));
   rounds.submitted(second, b);  // whatever `first` took, the rank was still computing
   rounds.submitted(third, c);
+  b.submitted -= hours(5);
   c.scheduled = b.scheduled = c.submitted + hours(1);
   rounds.completed(third, c, c.submitted + hours(2));
   rounds.completed(second, b, c.submitted + hours(3));
@@ -37,6 +38,16 @@ const bool exposed = testing::add("what completes after the last submission of a
   check_equal(rounds.statistics().count, 1u, "rounds that are over");
   check_equal(hours_of(rounds.statistics().exposed), 3, "the round waits for the last one");
   check_equal(hours_of(rounds.statistics().reducing), 2, "of which one was reduced for an hour, another for two");
+});
+
+const bool two_times = testing::add("an operation is queued until its first chunk, and then it is reduced", [] {
+  Work work(any_request());
+  work.submitted = Time(hours(1));
+  work.scheduled = Time(hours(3));
+  Statistics statistics;
+  for (int i = 0; i < 2; ++i) statistics.add(work, Time(hours(7)));
+  check(statistics.last.queued == hours(2) && statistics.last.reducing == hours(4), "the last one");
+  check(statistics.total.queued == hours(4) && statistics.total.reducing == hours(8), "both");
 });
 
 const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {

@@ -68,9 +68,16 @@ def assert_equal_everywhere(estimator):
 @pytest.mark.parametrize("kind", ["store", None])
 def test_a_training(rank, size, kind):
     """Parameters, running statistics and metrics are the same everywhere; a worker may have nothing to validate."""
+
+    class Validated(library.EpochEnd):
+        priority = 1
+
+        def epoch_end(self, estimator, *args, **kwargs):
+            assert_equal_everywhere(estimator)
+
     estimator = estimator_of(kind, train_metrics=[metric.Accuracy()])
     held_out = data_of(2, seed=1)
-    estimator.fit(loader_of(data_of(SAMPLES)), loader_of(held_out, last="keep"), epochs=3)
+    estimator.fit(loader_of(data_of(SAMPLES)), loader_of(held_out, last="keep"), epochs=3, event_handlers=Validated())
     assert_equal_everywhere(estimator)
     name, accuracy = estimator.val_metrics[0].get()
     assert name == "validation accuracy"

@@ -142,6 +142,8 @@ def test_wrong_arguments(rank, size):
         first = rank == 0
         with pytest.raises(TypeError if first else ValueError, match="numpy" if first else "rank 0 refused the call"):
             hvd.grouped_allgather([x, np.ones(2) if first else x])
+        with pytest.raises(MismatchError, match="disagree on the number of tensors"):
+            hvd.grouped_allgather([x] if first else [x, x], name="one and two")
     assert hvd.allgather(x).shape == (2 * size, 2)
     assert hvd.allgather(mx.np.ones((2, *[1] * 19))).shape == (2 * size, *[1] * 19)
 

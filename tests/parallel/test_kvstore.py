@@ -35,6 +35,7 @@ def test_values_of_several_gpus_are_one_array_of_the_worker(kv, kind, rank, size
     assert [len(one.inputs) for one in given] == [1] * (size > 1)
 
 
+@pytest.mark.sizes
 def test_arrays_shared_between_keys(kv, rank, size):
     """Outs of other keys, and views that overlap, in one key and across keys: all is read before any is written."""
     x, y = mx.nd.full(2, rank + 1), mx.nd.full(2, 10)

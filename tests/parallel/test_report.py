@@ -40,6 +40,8 @@ def test_gradients_of_a_training(rank, size):
         assert entry["operations"]["pushpull"] == STEPS
         assert entry["bytes"] == (STEPS + entry["operations"].get("broadcast", 0)) * 4 * int(np.prod(param.shape))
         assert (entry["algorithm"], entry["staged"]) == ("direct" if size > 1 else "", "")
+        for times in entry["ms"].values():
+            assert times["last"] <= times["mean"] * sum(entry["operations"].values()) * (1 + 1e-9)
         for which in ("mean", "last"):
             queued, reducing, exposed = (entry["ms"][what][which] for what in TIMES)
             assert queued >= 0 and reducing >= 0
@@ -50,6 +52,15 @@ def test_gradients_of_a_training(rank, size):
     needed = sum(4 * int(np.prod(param.shape)) for param in parameters(net))
     arena = report["arena"]
     assert needed <= arena["used"] <= arena["capacity"] if size > 1 else arena == {"used": 0, "capacity": 0}
+
+
+def test_bytes_are_those_of_the_dtype(kv):
+    sizes = {"int64": 8, "float64": 8, "float32": 4, "float16": 2, "uint8": 1}
+    for dtype in sizes:
+        x = mx.nd.ones(5, dtype=dtype)
+        kv.pushpull(dtype, x)
+        kv.pushpull(dtype, x, out=x)
+    assert {dtype: entry["bytes"] / 10 for dtype, entry in kv.report()["keys"].items()} == sizes
 
 
 @pytest.mark.parametrize(("devices", "why"), [((0, 1), "2 devices"), ((1,), "cpu(1)")])

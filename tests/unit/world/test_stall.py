@@ -236,6 +236,8 @@ def test_the_line_is_the_programs_while_it_is_in_the_standard_library():
     lines = []
     looker = threading.Thread(target=lambda: [time.sleep(0.01) or lines.append(program_line()) for _ in range(20)])
     looker.start()
+    number = sys._getframe().f_lineno + 1
     looker.join()
     place = " in test_the_line_is_the_programs_while_it_is_in_the_standard_library"
     assert [line.endswith(place) for line in lines] == [True] * 20
+    assert lines[-1].endswith(f"test_stall.py:{number}{place}")
