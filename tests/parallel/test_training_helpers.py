@@ -7,7 +7,7 @@ import pytest
 
 import kvstore_hvd.mxnet as hvd
 from kvstore_hvd.errors import InvalidTypeError
-from support.gluon import is_mxnet_2
+from support.gluon import backward, batch_of, is_mxnet_2, network, parameters
 
 mx = pytest.importorskip("mxnet")
 
@@ -87,6 +87,17 @@ def test_sparse_gradients(rank, size):
     rows = layer.weight.data().asnumpy()
     np.testing.assert_allclose(rows[0], 1 - 0.5 / norm, rtol=1e-5)
     np.testing.assert_allclose(rows[1 : 1 + size], 1 - 0.5 / norm / size, rtol=1e-5)
+
+
+def test_gradients_of_all_devices_are_clipped():
+    contexts = [mx.cpu(0), mx.cpu(1)]
+    net = network(mx.gluon.nn.Dense(3, in_units=8), contexts=contexts)
+    trainer = mx.gluon.Trainer(net.collect_params(), *ARGUMENTS, kvstore="horovod")
+    backward(net, [batch_of(1, ctx=where) for where in contexts])
+    trainer.allreduce_grads()
+    hvd.clip_global_norm(trainer, 1e-3)
+    for of_device in zip(*(parameter.list_grad() for parameter in parameters(net))):
+        assert np.linalg.norm(np.concatenate([g.asnumpy().ravel() for g in of_device])) == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_only_gradients_of_a_trainer_are_clipped():
