@@ -1,5 +1,8 @@
 """States of elastic training among workers: everything is rank 0's after a sync, and updates reach all of them."""
 
+import random
+
+import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
@@ -214,3 +217,9 @@ def test_what_does_not_fit_fails_on_all(rank, size):
         assert (list(parts.get("sampler", [])), state.step) == (order, rank)
         assert [each.tobytes() for each in weights(shaped)] == before
         hvd.allreduce(mx.nd.ones((1,)), name="still-usable").wait_to_read()
+
+
+def test_random_numbers_of_each_rank_are_its_own(size):
+    GluonState(seed=5)
+    drawn = random.random(), np.random.rand(), mx.nd.random.uniform(shape=1).asscalar()
+    assert [len(set(each)) for each in zip(*hvd.allgather_object(drawn))] == [size] * 3

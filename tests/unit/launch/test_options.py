@@ -167,13 +167,13 @@ def test_an_elastic_job_has_numbers_of_workers_and_hosts(monkeypatch, tmp_path, 
 
 def test_all_other_options_of_an_elastic_job(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    options = ["--reset-limit", "7", "--elastic-timeout", "5", "--blacklist-cooldown-range", "1", "3600"]
+    options = ["--reset-limit", "0", "--elastic-timeout", "5", "--blacklist-cooldown-range", "1", "3600"]
     more = ["--slots", "3", "--event-log", "log", "--no-prefix", "-v", "--bind-cores", "--start-timeout", "8"]
     made = plan("--host-discovery-script", "./hosts --all", *options, *more, "true", "--min-np", "3")
     settings = made.settings
     script = made.script
     assert (script.command[-1], script._default, script._environment) == ("./hosts --all", 3, made.environment)
-    assert (settings.min_np, settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (1, 7, 5, 8)
+    assert (settings.min_np, settings.reset_limit, settings.elastic_timeout_s, settings.start_timeout_s) == (1, 0, 5, 8)
     assert settings.cooldown == (1.0, 3600.0)
     given = made.options
     assert (given.event_log, given.no_prefix, given.verbose, given.bind_cores) == ("log", True, True, True)
