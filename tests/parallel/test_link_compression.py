@@ -56,10 +56,13 @@ def test_sums(compressed, rank, size, how):
     assert_same_bits(largest, np.max([contribution(r, (90_000,), "float32") for r in range(size)], axis=0))
 
 
-def test_another_way_on_one_host(compressed, rank, size):
+@pytest.mark.parametrize("what", ["KVHVD_LINK_COMPRESSION", "KVHVD_THRESHOLDS"])
+def test_another_way_on_one_host(compressed, monkeypatch, rank, size, what):
     place = process.current().topology
-    with pytest.raises(LaunchError, match=r"KVHVD_LINK_COMPRESSION.* alike"):
-        compressed("fp16" if place.host == place.hosts[0] else "none")
+    with monkeypatch.context() as patch, pytest.raises(LaunchError, match=rf"{what}.* alike"):
+        if what == "KVHVD_THRESHOLDS" and place.host == place.hosts[0]:
+            patch.setenv(what, "one_shot=4096")
+        compressed("fp16" if what == "KVHVD_LINK_COMPRESSION" and place.host == place.hosts[0] else "none")
     compressed("bf16")
     assert kvstore_hvd.allreduce(np.ones(3), "again")[0] == size
 
