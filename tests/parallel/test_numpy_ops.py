@@ -43,7 +43,7 @@ def test_wrong_calls(world):
         (lambda: kvstore_hvd.allreduce(ones, "x", out=np.ones(3)), InvalidRequestError),
         (lambda: kvstore_hvd.allreduce(ones, "x", out=np.ones(2, "int64")), InvalidRequestError),
         (lambda: kvstore_hvd.allreduce(ones, "x", out=np.frombuffer(bytes(16))), InvalidRequestError),
-        (lambda: kvstore_hvd.broadcast(ones, 99, "x"), InvalidRequestError),
+        (lambda: kvstore_hvd.broadcast(ones, kvstore_hvd.topology().size, "x"), InvalidRequestError),
         (lambda: kvstore_hvd.broadcast(ones, -1, "x"), InvalidRequestError),
         (lambda: kvstore_hvd.broadcast(ones, True, "x"), InvalidRequestError),
         (lambda: kvstore_hvd.allreduce((x := np.ones(5))[:-1], "x", out=x[1:]), InvalidRequestError),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd import elastic
+from kvstore_hvd import elastic, mxnet_compat
 from kvstore_hvd.elastic import ElasticSampler, GluonState, StateHandler
 from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, UnsupportedDtypeError
 from support.gluon import array, backward, batch_of, is_mxnet_2, network, parameters, samples, scaler_of
@@ -378,3 +378,14 @@ def test_random_numbers_are_those_of_the_commit():
     assert runs[0] == runs[1]
     assert not set(runs[0]) & set(runs[2])
     assert len(set(runs[0])) == 4
+
+
+def test_arrays_of_all_dtypes_in_a_file_of_mxnet(tmp_path):
+    dtypes = ["float32", "float64", "float16", "uint8", "int32", "int8", "int64"]
+    given = {dtype: np.arange(1, 7).astype(dtype).reshape(2, 3) for dtype in dtypes}
+    parts = mxnet_compat.parts_of_file({dtype: (x.shape, dtype, False, x.tobytes()) for dtype, x in given.items()})
+    (tmp_path / "all").write_bytes(data := b"".join(parts))
+    found, loaded = mxnet_compat.arrays_of_file(data), mx.nd.load(str(tmp_path / "all"))
+    for dtype, x in given.items():
+        assert found[dtype] == x.tobytes()
+        np.testing.assert_array_equal(loaded[dtype].asnumpy(), x)
