@@ -57,28 +57,26 @@ class Step:
 
 
 # Chains of steps run at the same time; tests of hosts mostly wait.
-UNIT, INTEGRATION, HOSTS = Step("unit", lanes=2), Step("integration", lanes=3), Step("hosts")
+UNIT, INTEGRATION, HOSTS = Step("unit", lanes=2), Step("integration", lanes=4), Step("hosts")
 SUITE = [
     [
-        UNIT,
         # With 2 workers, some sums over all ranks equal those over this one's neighbour.
         Step("parallel", UNIT.marks, "kvhvdrun", 3),
         Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", 1),
         Step("parallel", f"sizes and {UNIT.marks}", "kvhvdrun", 4, hosts="2,1,1"),
         Step("parallel", f"sizes and {UNIT.marks}", "mpirun", 4, hosts="2"),
     ],
-    [INTEGRATION],
+    [UNIT, INTEGRATION],
     [HOSTS],
 ]
 # In the environment of the other MXNet and the other MPI.
 QUICK_MARKS = f"not alike and {UNIT.marks}"
 QUICK = [
     [
-        Step("unit", QUICK_MARKS, lanes=2),
         Step("parallel", UNIT.marks, "kvhvdrun", 2),
         Step("parallel", f"sizes and {QUICK_MARKS}", "mpirun", 3, hosts="2,1"),
     ],
-    [Step("integration", QUICK_MARKS, lanes=3)],
+    [Step("unit", QUICK_MARKS, lanes=2), Step("integration", QUICK_MARKS, lanes=3)],
     [HOSTS],
 ]
 ALL = [
