@@ -1,9 +1,9 @@
 """The test suite, as `make test` runs it: python tests/run.py [--quick | --all | --timing] [STEP...] [-- ARGUMENT...]
 
 Steps: unit (pytest), parallel (3 workers; tests marked `sizes` also alone, and over virtual hosts, by TCP and by MPI),
-integration and hosts (pytest; the tests start jobs of their own, and mostly wait, so they run beside the others). The
-last line is the total, ``N passed, N failed``. A parallel test counts once for each number of workers, and has failed
-when it failed, or was not run, on any. What every rank printed stays in the folder given by ``--out``.
+integration and hosts (pytest; the tests start jobs of their own, and mostly wait). Steps run side by side. The last
+line is the total, ``N passed, N failed``. A parallel test counts once for each number of workers, and has failed when
+it failed, or was not run, on any. What every rank printed stays in the folder given by ``--out``.
 """
 
 import argparse

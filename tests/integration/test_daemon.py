@@ -70,7 +70,7 @@ class Launcher:
         self.send("start", worker=worker, command=[sys.executable, "-c", LINE + program], **how)
 
     def until(self, condition):
-        until(lambda: condition() or self.hear() or condition())
+        return until(lambda: condition() or self.hear() or condition())
 
     def hear(self):
         """Take what there is, and wait a moment if there is nothing."""
@@ -87,11 +87,15 @@ class Launcher:
 
     def next(self, kind, worker=None):
         """The next message of this kind; those before it are passed over."""
-        while True:
-            self.until(lambda: self.messages)
-            message = self.messages.pop(0)
-            if message["t"] == kind and worker in (None, message.get("worker")):
-                return message
+
+        def found():
+            while self.messages:
+                message = self.messages.pop(0)
+                if message["t"] == kind and worker in (None, message.get("worker")):
+                    return message
+            return None
+
+        return self.until(found)
 
 
 @pytest.fixture
