@@ -22,6 +22,8 @@ const bool mismatches =
            [](Request& r) { r.shape = {8, 8}; }},
           {"ranks disagree on operation.\n  allreduce: ranks 0-1, 3    broadcast: rank 2",
            [](Request& r) { r.collective = Collective::kBroadcast; }},
+          {"ranks disagree on reduce op.\n  sum: ranks 0-1, 3    max: rank 2\n",
+           [](Request& r) { r.op = ReduceOp::kMax; }},
           {"ranks disagree on gradient compression.\n  none: ranks 0-1, 3    fp16: rank 2\n  Nothing was changed. "
            "Fix: call set_gradient_compression with the same type on every rank.",
            [](Request& r) { r.as_half = true; }},

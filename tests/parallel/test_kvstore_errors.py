@@ -48,7 +48,7 @@ def test_compression_differs(kv, rank, size):
     none, half = {"type": "none"}, {"type": "fp16"}
     others = "rank 0" if size == 2 else f"ranks 0-{size - 2}"
     for own, others_have, shown in (
-        ({"threshold": 0.25}, {}, f"2bit, threshold 0.5: {others}    2bit, threshold 0.25: rank {size - 1}"),
+        ({"threshold": 0.5001}, {}, f"2bit, threshold 0.5: {others}    2bit, threshold 0.500100017: rank {size - 1}"),
         ({"threshold": 0.1}, none, f"not 2bit: {others}    2bit, threshold 0.1"),
         (half, none, f"none: {others}    fp16: rank {size - 1}"),
     ):

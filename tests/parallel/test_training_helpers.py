@@ -1,5 +1,6 @@
 """`clip_global_norm` and `average_running_statistics`, between the steps of a training."""
 
+import importlib
 import warnings
 
 import numpy as np
@@ -87,6 +88,15 @@ def test_sparse_gradients(rank, size):
     rows = layer.weight.data().asnumpy()
     np.testing.assert_allclose(rows[0], 1 - 0.5 / norm, rtol=1e-5)
     np.testing.assert_allclose(rows[1 : 1 + size], 1 - 0.5 / norm / size, rtol=1e-5)
+
+
+def test_gradients_that_amp_has_unscaled_are_averages(rank, size):
+    trainer, _ = trainer_with("DistributedTrainer", drawn(rank))
+    trainer.allreduce_grads()
+    trainer._amp_loss_scaler = None
+    importlib.import_module("mxnet.amp" if is_mxnet_2() else "mxnet.contrib.amp").unscale(trainer)
+    squares = sum((sum(each) ** 2).sum() for each in zip(*map(drawn, range(size))))
+    assert hvd.clip_global_norm(trainer, 1e9) == pytest.approx(np.sqrt(squares) / size, rel=1e-5)
 
 
 def test_gradients_of_all_devices_are_clipped():
