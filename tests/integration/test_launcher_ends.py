@@ -171,17 +171,18 @@ def test_a_launcher_that_is_stopped_and_continued_goes_on(start, options):
 def test_signals_reach_every_worker_and_give_the_exit_code(start, options, number):
     """Whatever the workers say; the user's own signals are passed on and end nothing."""
     program = f"""
-signal.signal(signal.SIGUSR1, lambda *_: say('user\\n'))
+for own in (signal.SIGUSR1, signal.SIGUSR2): signal.signal(own, lambda *_: say('user\\n'))
 signal.signal({int(number)}, lambda number, _: (say(f'got {{number}}\\n'), os._exit(77 * rank)))
 if rank and not os.fork(): signal.signal({int(number)}, signal.SIG_DFL)
 say('ready\\n')
 while True: signal.pause()
 """
     job = start(options, program).until_printed("ready", 3)
-    job.process.send_signal(signal.SIGUSR1)
-    job.until_printed("user", 3)
+    for times, own in enumerate((signal.SIGUSR1, signal.SIGUSR2), 1):
+        job.process.send_signal(own)
+        job.until_printed("user", 3 * times)
     job.end(128 + number, number)
-    assert sorted(job.out.splitlines()[6:]) == [f"[{rank}] got {int(number)}" for rank in range(2)]
+    assert sorted(job.out.splitlines()[9:]) == [f"[{rank}] got {int(number)}" for rank in range(2)]
     assert job.err == ""
     if "--min-np" in options:
         assert job.events()[-1]["reason"] == "signal SIGTERM"

@@ -1,6 +1,7 @@
 """The loop of `elastic.run` in a job that is not elastic: a world that is lost while all its workers live."""
 
 import contextlib
+import functools
 import importlib
 import itertools
 
@@ -35,7 +36,8 @@ class Traced(elastic.ObjectState):
     def __init__(self, **values):
         super().__init__(**values)
         self.calls = []
-        self.register_reset_callbacks([lambda: self.calls.append("callback")])
+        for name in ("callback", "another"):
+            self.register_reset_callbacks([functools.partial(self.calls.append, name)])
 
     sync, restore, save, on_reset, reset = map(noting, ("sync", "restore", "save", "on_reset", "reset"))
 
@@ -121,7 +123,7 @@ def test_a_lost_world(rank, size, own):
     # Of what followed the commit nothing is left; that of rank 0 is everybody's.
     assert log == [0] * 2 + [rank] * 4
     calls = [each for each in state.calls if each != "save"]
-    assert calls[:5] == ["restore", "on_reset", "reset", "callback", "sync"]
+    assert calls[:6] == ["restore", "on_reset", "reset", "callback", "another", "sync"]
 
 
 def test_other_errors_leave(rank, size):
