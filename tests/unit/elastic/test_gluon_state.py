@@ -383,7 +383,9 @@ def test_random_numbers_are_those_of_the_commit():
 def test_arrays_of_all_dtypes_in_a_file_of_mxnet(tmp_path):
     dtypes = ["float32", "float64", "float16", "uint8", "int32", "int8", "int64"]
     given = {dtype: np.arange(1, 7).astype(dtype).reshape(2, 3) for dtype in dtypes}
-    parts = mxnet_compat.parts_of_file({dtype: (x.shape, dtype, False, x.tobytes()) for dtype, x in given.items()})
+    parts = mxnet_compat.parts_of_file(
+        {dtype: (x.shape, dtype, is_mxnet_2(), x.tobytes()) for dtype, x in given.items()}
+    )
     (tmp_path / "all").write_bytes(data := b"".join(parts))
     found, loaded = mxnet_compat.arrays_of_file(data), mx.nd.load(str(tmp_path / "all"))
     for dtype, x in given.items():
