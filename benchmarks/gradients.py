@@ -1,14 +1,17 @@
-"""Time one step's gradients of ResNet-50: all tensors enqueued in priority, then waited for, beside MPI and memcpy.
+"""Time one step's gradients of a network: all enqueued in priority, then waited for, beside MPI and an in-place scale.
 
     python benchmarks/gradients.py -np 2
+    python benchmarks/gradients.py -np 2 --network bert
+    python benchmarks/gradients.py -np 2 --loaded                                  # beside four busy processes
     python benchmarks/gradients.py -np 2 --python OTHER-ENVIRONMENT/bin/python     # that has the other MPI
 
-The tensors have the shapes of `resnet50_v1` in MXNet's model zoo (only shapes are taken; nothing is downloaded). Layer
-i has priority -i, as in Gluon's Trainer. Ours is timed as users call it: 'Trainer' is `Trainer.allreduce_grads()` on
-gradients of Gluon's parameters, which live in shared memory; 'pushpull' is `kv.pushpull` on arrays that do not, in two
-orders of enqueueing: 'backward', last layer first, as gradients become ready, and 'forward', the first layer first. MPI
-reduces tensor after tensor, in place, backward. Everything happens in the same processes, one after the other in every
-repetition and in another order in each; gradients are rewritten before; a repetition counts as its slowest rank.
+The tensors have the shapes of `resnet50_v1` in MXNet's model zoo (only shapes are taken; nothing is downloaded), of
+BERT-base, or of 1,000 tensors of 1 KiB. Layer i has priority -i, as in Gluon's Trainer. Ours is timed as users call it:
+'Trainer' is `Trainer.allreduce_grads()` on gradients of Gluon's parameters, which live in shared memory; 'pushpull' is
+`kv.pushpull` on arrays that do not, in two orders of enqueueing: 'backward', last layer first, as gradients become
+ready, and 'forward', the first layer first. MPI reduces tensor after tensor, in place, backward. 'scale' multiplies the
+Trainer's gradients in place. Everything happens in the same processes, one after the other in every repetition and in
+another order in each; gradients are rewritten before; a repetition counts as its slowest rank.
 
 'first layer' is the time from the last enqueue, on the rank that comes last, until the first layer's sum is there on
 all ranks: how long the next forward pass would have to wait if the computation ended with the last enqueue.
@@ -19,18 +22,20 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from common import Samples, describe, joined, median_ratio, ratio_text, slowest, summary, table, write
-from ranks import Rank, arguments_of_launches, start_launches, start_or_be_a_rank
+from ranks import Rank, arguments_of_launches, busy_processes, start_launches, start_or_be_a_rank
 
 SCRIPT = Path(__file__).resolve()
 MPI_METHOD = "MPI, per tensor"
 FIRST_LAYER = ", first layer"
 ENQUEUED = ", enqueued"
 OURS = ("Trainer", "pushpull")
+FLOORS = ("memcpy of all", "scale of all")
 NOTHING = (0.0, 0.0)
 
 
@@ -60,6 +65,21 @@ def shapes_of_resnet50(with_biases: bool) -> list[tuple[int, ...]]:
     return shapes
 
 
+def shapes_of_bert() -> list[tuple[int, ...]]:
+    """Return the shapes of the 199 parameters of BERT-base with its pooler."""
+    units, hidden, vocabulary, positions = 768, 3072, 30522, 512
+    norm, square = [(units,), (units,)], [(units, units), (units,)]
+    layer = [*square * 4, *norm, (hidden, units), (hidden,), (units, hidden), (units,), *norm]
+    return [(vocabulary, units), (positions, units), (2, units), *norm, *layer * 12, *square]
+
+
+def shapes_of(options: argparse.Namespace) -> list[tuple[int, ...]]:
+    """Return the shapes that the command line asks for."""
+    if options.network == "resnet50":
+        return shapes_of_resnet50(options.biases)
+    return shapes_of_bert() if options.network == "bert" else [(256,)] * 1000
+
+
 def make_trainer(shapes: Sequence[tuple[int, ...]], store: Any) -> Any:
     """Return a Trainer of parameters of these shapes."""
     import mxnet as mx
@@ -77,7 +97,7 @@ def make_trainer(shapes: Sequence[tuple[int, ...]], store: Any) -> Any:
 
 
 def make_methods(
-    methods: Any, trainer: Any, arrays: Sequence[Any], memories: Sequence[Any], mpi: Any
+    methods: Any, trainer: Any, gradients: Sequence[Any], arrays: Sequence[Any], memories: Sequence[Any], mpi: Any
 ) -> dict[str, Callable[[], tuple[float, float]]]:
     """Return the methods; each returns when it had enqueued all, and when the first layer was ready (or nothing)."""
     import ctypes
@@ -113,8 +133,14 @@ def make_methods(
             ctypes.memmove(other.ctypes.data, memory.ctypes.data, memory.nbytes)
         return NOTHING
 
+    def scale() -> tuple[float, float]:
+        for memory in gradients:
+            np.multiply(memory, np.float32(0.5), memory)
+        return NOTHING
+
     found = {
         "memcpy of all": copy,
+        "scale of all": scale,
         "Trainer": step,
         "pushpull, backward": lambda: enqueue(backward),
         "pushpull, forward": lambda: enqueue(forward),
@@ -145,13 +171,13 @@ def be_a_rank(options: argparse.Namespace) -> None:
     rank = Rank(options)
     from methods import Methods, memory_of, zeros
 
-    shapes = shapes_of_resnet50(options.biases)
+    shapes = shapes_of(options)
     arrays = [zeros(shape) for shape in shapes]
     memories = [memory_of(array) for array in arrays]
     methods = Methods(rank.mpi)
     trainer = make_trainer(shapes, methods.store)
     gradients = [memory_of(param.list_grad()[0]) for param in trainer._params]
-    actions = make_methods(methods, trainer, arrays, memories, rank.mpi)
+    actions = make_methods(methods, trainer, gradients, arrays, memories, rank.mpi)
     samples: Samples = {method: [] for method in actions}
     for what in (ENQUEUED, FIRST_LAYER):
         samples.update({f"{method}{what}": [] for method in actions if method.startswith(OURS)})
@@ -160,14 +186,14 @@ def be_a_rank(options: argparse.Namespace) -> None:
     for repetition in range(-2, options.repetitions):
         shuffle(order)
         for method in order:
-            used = gradients if method == "Trainer" else memories
+            used = gradients if method in ("Trainer", "scale of all") else memories
             for memory in used:
                 memory.fill(rank.rank + 1)
             rank.gate.wait()
             start = perf_counter()
             enqueued, first = actions[method]()
             seconds = perf_counter() - start
-            if repetition < 0 and method != "memcpy of all":
+            if repetition < 0 and method not in FLOORS:
                 _check(method, used, rank.size)
             if repetition >= 0:
                 samples[method].append(seconds)
@@ -208,23 +234,25 @@ def show(samples: Samples, launches: Sequence[Samples], mpi: str) -> str:
             [
                 method.replace("MPI", mpi),
                 *(f"{times[what] * 1e3:.2f}" for what in ("min", "median", "max")),
-                "-" if is_part else ratio_text(median_ratio(values, samples["memcpy of all"])),
+                *("-" if is_part else ratio_text(median_ratio(values, samples[floor])) for floor in FLOORS),
                 "-" if is_part else ratio_text(to_mpi),
                 " ".join(f"{summary(launch[method])['median'] * 1e3:.2f}" for launch in launches),
             ]
         )
-    return table(["ms", "min", "median", "max", "/memcpy", f"/{mpi}", "medians of launches"], rows)
+    return table(["ms", "min", "median", "max", "/memcpy", "/scale", f"/{mpi}", "medians of launches"], rows)
 
 
 def start(options: argparse.Namespace) -> None:
     """Start the ranks, and show and write what they found."""
     run = describe()
-    arguments = ["--repetitions", str(options.repetitions), *["--biases"] * options.biases]
-    saved = start_launches(SCRIPT, options, arguments)
+    arguments = ["--repetitions", str(options.repetitions), "--network", options.network]
+    with busy_processes() if options.loaded else nullcontext(nullcontext) as loaded, loaded():
+        saved = start_launches(SCRIPT, options, [*arguments, *["--biases"] * options.biases])
     run["versions"] = {name: launches[-1][0]["versions"] for name, launches in saved.items()}
     network = next(iter(saved.values()))[0][0]
     tensors, elements = network["tensors"], network["elements"]
-    text = [f"{options.ranks} ranks, {tensors} tensors, {elements:,} elements ({elements * 4e-6:.1f} MB)\n"]
+    size = f"{tensors} tensors, {elements:,} elements ({elements * 4e-6:.1f} MB)"
+    text = [f"{options.ranks} ranks, {options.network}: {size}\n"]
     results: dict[str, Any] = {}
     for name, ranks_of_launches in saved.items():
         launches = [slowest_times([rank["samples"] for rank in ranks]) for ranks in ranks_of_launches]
@@ -236,18 +264,20 @@ def start(options: argparse.Namespace) -> None:
             "ratios": {
                 f"{method}/{peer}": median_ratio(values, samples[peer])
                 for method, values in samples.items()
-                for peer in (MPI_METHOD, "memcpy of all")
+                for peer in (MPI_METHOD, *FLOORS)
                 if peer in samples and peer != method and not method.endswith(FIRST_LAYER)
             },
         }
-    told = {"ranks": options.ranks, "tensors": tensors, "elements": elements}
+    told = {"ranks": options.ranks, "network": options.network, "tensors": tensors, "elements": elements}
     write(options.json, run, {**told, "by_mpi": results}, "\n".join(text))
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = arguments_of_launches(SCRIPT, "Time the gradients of ResNet-50 beside MPI and memcpy.")
+    parser = arguments_of_launches(SCRIPT, "Time the gradients of a network beside MPI, memcpy, and an in-place scale.")
     parser.add_argument("--repetitions", type=int, default=21)
+    parser.add_argument("--network", choices=("resnet50", "bert", "small"), default="resnet50")
+    parser.add_argument("--loaded", action="store_true", help="beside four busy processes")
     parser.add_argument("--biases", action="store_true", help="all 193 tensors of MXNet's variant of the network")
     return parser.parse_args()
 

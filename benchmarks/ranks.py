@@ -9,11 +9,13 @@ import json
 import mmap
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ __all__ = [
     "Gate",
     "Rank",
     "arguments_of_launches",
+    "busy_processes",
     "environment_of_ranks",
     "kvhvdrun",
     "load_samples",
@@ -38,6 +41,7 @@ __all__ = [
 ]
 
 TIMEOUT_S = 600.0  # of one launch
+BUSY_PROCESSES = 4
 _KVHVDRUN = "import sys; from kvstore_hvd.launch.command import main; sys.exit(main())"
 # Root, more ranks than cores, and no search for fabrics (which costs a second at exit): none of it changes results. All
 # for Open MPI; MPICH needs none and takes no notice.
@@ -180,6 +184,32 @@ def _start_ranks(launcher: _Launcher, count: int, program: Sequence[str], folder
     if done.returncode != 0:
         raise SystemExit(f"{launcher.name}: the ranks ended with code {done.returncode}")
     return [load_samples(folder, rank) for rank in range(count)]
+
+
+@contextmanager
+def busy_processes() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+    """Have processes that compute in the body of what this gives, and are stopped outside of it."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY_PROCESSES)]
+
+    def tell(number: int) -> None:
+        for process in processes:
+            os.kill(process.pid, number)
+
+    @contextmanager
+    def computing() -> Iterator[None]:
+        tell(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            tell(signal.SIGSTOP)
+
+    tell(signal.SIGSTOP)
+    try:
+        yield computing
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def environment_of_ranks(count: int) -> dict[str, str]:

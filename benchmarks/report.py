@@ -123,8 +123,8 @@ def gradients(figure: Any, results: Mapping[str, Any]) -> str:
     axes.set_xlabel("ms, median (lines: minimum to maximum)")
     axes.grid(alpha=0.3, axis="x")
     return (
-        f"All {results['tensors']} gradients of a ResNet-50 ({results['elements']:,} elements) over {results['ranks']} "
-        "ranks, lower is better; 'first layer': from the last enqueue of the last rank until the one that the next "
+        f"All {results['tensors']} gradients of {results['network']} ({results['elements']:,} elements) over "
+        f"{results['ranks']} ranks, lower is better; 'first layer': from the last enqueue of the last rank until the one that the next "
         "forward pass needs first is there."
     )
 
@@ -146,7 +146,7 @@ def training(figure: Any, results: Mapping[str, Any]) -> str:
 
 
 def waiting(figure: Any, results: Mapping[str, Any]) -> str:
-    """Small operations beside busy threads."""
+    """Operations with idle cores and beside other work."""
     all_axes = figure.subplots(1, len(results["by_ranks"]), squeeze=False)[0]
     for axes, (ranks, by_mpi) in zip(all_axes, results["by_ranks"].items()):
         groups: dict[str, list[float]] = {}
@@ -155,9 +155,13 @@ def waiting(figure: Any, results: Mapping[str, Any]) -> str:
                 method = name.split(",")[0]
                 if number == 0 or method == "MPI":
                     groups.setdefault(method.replace("MPI", mpi), []).append(times["median"] * 1e6)
-        _bars(axes, ["idle", "busy thread in every rank"], groups, "us, median", log=True)
+        states = list(dict.fromkeys(name.split(", ")[1] for name in found["all"]["seconds"]))
+        _bars(axes, states, groups, "us, median", log=True)
         axes.set_title(f"{ranks} ranks")
-    return "One allreduce of 4 B, lower is better."
+    return (
+        f"One allreduce of {size_text(results['bytes'])}, lower is better; 'busy': beside a busy thread in every rank, "
+        "'loaded': beside four busy processes."
+    )
 
 
 def timeline(figure: Any, results: Mapping[str, Any]) -> str:

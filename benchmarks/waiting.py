@@ -1,13 +1,15 @@
-"""Time one small allreduce with idle cores and beside a busy compute thread in every rank, ours and MPI's.
+"""Time one allreduce with idle cores, beside a busy thread in every rank, and beside other processes, ours and MPI's.
 
     python benchmarks/waiting.py -np 2 4
+    python benchmarks/waiting.py -np 2 --bytes 67108864
 
 What is measured is how ranks wait for one another: 4 B have nothing to move. With idle cores the question is how soon a
 rank notices that another has come; with more ranks than cores, or computations beside it, how soon it gets a core at
 all, and how long it keeps one that it does not need.
 
-The busy thread computes without Python's lock. Methods take turns, in a new order in each repetition, idle and busy
-rows in turn. Every operation is timed by itself and counts as its slowest rank; shown are medians over all operations.
+The busy thread computes without Python's lock; 'loaded' is beside four busy processes. Methods take turns, in a new
+order in each repetition, the states in turn. Every operation is timed by itself and counts as its slowest rank; shown
+are medians over all operations.
 At the end the ranks do nothing for a while, and the CPU time that they use is taken: of all threads, the engine's and
 MXNet's.
 """
@@ -20,20 +22,33 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from common import Samples, describe, joined, median_ratio, ratio_text, slowest, summary, table, time_text, write
-from ranks import Rank, arguments_of_launches, start_launches, start_or_be_a_rank
+from common import (
+    Samples,
+    describe,
+    joined,
+    median_ratio,
+    ratio_text,
+    size_text,
+    slowest,
+    summary,
+    table,
+    time_text,
+    write,
+)
+from ranks import Rank, arguments_of_launches, busy_processes, start_launches, start_or_be_a_rank
 
 SCRIPT = Path(__file__).resolve()
 METHODS = ("MPI", "raw", "pushpull")
-STATES = ("idle", "busy")
-# Operations of a row: before the clock is read, and with it.
+STATES = ("idle", "busy", "loaded")
+SMALL = 1 << 20
+# Operations of a row: before the clock is read, and with it (of at most SMALL bytes, and of more).
 WARM_UP = 10
-IN_A_ROW = {"idle": 200, "busy": 40}
+IN_A_ROW = {"idle": (200, 20), "busy": (40, 20), "loaded": (200, 20)}
 NOTHING_S = 10.0
 
 
@@ -61,7 +76,7 @@ def busy_thread() -> Iterator[None]:
 
 def row(run: Callable[[], object], count: int) -> list[float]:
     """Return the seconds of each of `count` operations."""
-    for _ in range(WARM_UP):
+    for _ in range(min(WARM_UP, count)):
         run()
     times = []
     for _ in range(count):
@@ -81,26 +96,24 @@ def cpu_of_doing_nothing() -> float:
 def be_a_rank(options: argparse.Namespace) -> None:
     """Measure, and leave the samples in the folder."""
     rank = Rank(options)
-    from methods import Methods, zeros
+    from methods import Methods
 
     methods = Methods(rank.mpi)
-    array = zeros((1,))
-    actions = methods.on(array, "waiting")
+    actions = methods.on(methods.arena_zeros((options.bytes // 4,)), "waiting")
     samples: Samples = {f"{method}, {state}": [] for state in STATES for method in METHODS if method in actions}
     order = [method for method in METHODS if method in actions]
     shuffle = random.Random(0).shuffle  # the same order on all ranks
-    for repetition in range(-1, options.repetitions):
-        shuffle(order)
-        for method in order:
-            for state in STATES:
-                rank.gate.wait()
-                if state == "busy":
-                    with busy_thread():
-                        times = row(actions[method], IN_A_ROW[state])
-                else:
-                    times = row(actions[method], IN_A_ROW[state])
-                if repetition >= 0:
-                    samples[f"{method}, {state}"] += times
+    with busy_processes() if rank.rank == 0 else nullcontext(nullcontext) as loaded:
+        load = {"idle": nullcontext, "busy": busy_thread, "loaded": loaded}
+        for repetition in range(-1, options.repetitions):
+            shuffle(order)
+            for method in order:
+                for state in STATES:
+                    rank.gate.wait()
+                    with load[state]():
+                        times = row(actions[method], IN_A_ROW[state][options.bytes > SMALL])
+                    if repetition >= 0:
+                        samples[f"{method}, {state}"] += times
     rank.gate.wait()
     methods.close()
     nothing = cpu_of_doing_nothing()
@@ -144,7 +157,7 @@ def start(options: argparse.Namespace) -> None:
     text = []
     for ranks in options.ranks:
         told = argparse.Namespace(**{**vars(options), "ranks": ranks})
-        saved = start_launches(SCRIPT, told, ["--repetitions", str(options.repetitions)])
+        saved = start_launches(SCRIPT, told, ["--repetitions", str(options.repetitions), "--bytes", str(options.bytes)])
         run["versions"] = {name: launches[-1][0]["versions"] for name, launches in saved.items()}
         of_ranks = results[str(ranks)] = {}
         for name, started in saved.items():
@@ -153,20 +166,22 @@ def start(options: argparse.Namespace) -> None:
             everything = evaluate(joined(samples))
             nothing = summary([rank["nothing"] for launch in started for rank in launch])
             of_ranks[name] = {"all": everything, "launches": launches, "cpu_of_doing_nothing": nothing}
-            head = f"{ranks} ranks on {run['cores']} cores, 4 B, {name}, {options.launches} launches"
+            size = size_text(options.bytes)
+            head = f"{ranks} ranks on {run['cores']} cores, {size}, {name}, {options.launches} launches"
             idle = " / ".join(f"{nothing[what]:.3%}" for what in ("min", "median", "max"))
             asleep = f"CPU of a rank that does nothing: {idle} of a core"
             text.append(f"{head}\n{show(everything, launches, name)}\n{asleep}\n")
-    write(options.json, run, {"by_ranks": results}, "\n".join(text))
+    write(options.json, run, {"bytes": options.bytes, "by_ranks": results}, "\n".join(text))
 
 
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
-    parser = arguments_of_launches(SCRIPT, "Time one small allreduce, idle and beside busy threads, beside MPI.")
+    parser = arguments_of_launches(SCRIPT, "Time one allreduce, idle, and beside other work, beside MPI.")
     for action in parser._actions:
         if action.dest == "ranks":
             action.nargs, action.default = "+", [2, 4]
     parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--bytes", type=int, default=4, help="of the array, a multiple of 4 [4]")
     return parser.parse_args()
 
 

@@ -7,6 +7,7 @@
   of the store. A ``rescale_grad`` that the program chooses itself is left alone.
 - Beside an optimizer that exchanges gradients itself it gets no store of ours, and without either it is watched, see
   exchangers.py. FeedForward is refused.
+- Its gradients lie in memory that workers share if there is a world as it is bound.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvstore_hvd.errors import UnsupportedMethodError, message
 from kvstore_hvd.mxnet_compat import exchangers, hooks
 from kvstore_hvd.mxnet_compat.exchangers import COMPARED, exchanging_in, new_states, set_store_aside, store_of
 from kvstore_hvd.mxnet_compat.hooks import asks_for_ours, is_ours, surround, with_subclasses, wrap
+from kvstore_hvd.mxnet_compat.parameter import moved
 
 # Of an optimizer that MXNet has made of its name: the batch size of one worker, and how many workers there were.
 _DIVISION = "_kvstore_hvd_division"
@@ -46,6 +48,7 @@ def patch(mxnet: Any) -> None:
     surround(module.Module, "init_optimizer", _init_optimizer)
     surround(module.Module, "borrow_optimizer", _borrow_optimizer)
     wrap(module.Module, "update", _updating)
+    surround(sys.modules["mxnet.module.executor_group"].DataParallelExecutorGroup, "_bind_ith_exec", _bind)
     surround(mxnet.model.FeedForward, "fit", _fit)
     for kind in with_subclasses(module.Module):
         surround(kind, "init_optimizer", _init_optimizer_of_subclass)
@@ -172,6 +175,28 @@ def _updating(original: _Method) -> _Method:
             original(self)
 
     return update
+
+
+def _bind(original: _Method, self: Any, i: int, data_shapes: Any, label_shapes: Any, shared_group: Any) -> Any:
+    executor, arena = original(self, i, data_shapes, label_shapes, shared_group), hooks.arena()
+    # On several devices gradients are summed over those first. A shared group's executors have its gradients.
+    if arena is None or len(self.contexts) > 1 or shared_group is not None:
+        return executor
+    gradients = {name: each for name, each in executor.grad_dict.items() if each is not None}
+    found = {name: moved(gradients[name], arena)[0] for name in self.param_names if name in gradients}
+    found = {name: each for name, each in found.items() if each is not None}
+    if not found:
+        return executor
+    # An executor keeps the arrays that it was bound to. The second one uses the memory of the first one.
+    return self.symbol.bind(
+        self.contexts[i],
+        executor.arg_dict,
+        {**gradients, **found},
+        self.grad_req,
+        executor.aux_dict,
+        self.group2ctxs[i],
+        executor,
+    )
 
 
 def _borrow_optimizer(original: _Method, self: Any, shared_module: Any) -> None:

@@ -189,20 +189,17 @@ def why_staged(parameter: Any) -> str | None:
     return seen.why_staged
 
 
-def _move(parameter: Any, arena: Any) -> str:
-    """Return why it did not."""
-    if len(parameter._grad) != 1:
-        return f"{len(parameter._grad)} devices"
-    (gradient,), (data,) = parameter._grad, parameter._data
-    if gradient.stype != "default":
-        return str(gradient.stype)
+def moved(gradient: Any, arena: Any) -> tuple[Any, str]:
+    """A copy of a gradient in the arena and '', or None and why it cannot lie there."""
     where, dtype = context_of(gradient), dtype_name(gradient)
+    if gradient.stype != "default":
+        return None, str(gradient.stype)
     if (where.device_type, where.device_id) != ("cpu", 0):
-        return str(where)  # arrays in memory of ours are always on cpu(0)
+        return None, str(where)  # arrays in memory of ours are always on cpu(0)
     if dtype not in _DTYPES:
-        return dtype
+        return None, dtype
     if 0 in gradient.shape:
-        return "empty"
+        return None, "empty"
     handle = arena.new_array(gradient.shape, dtype)  # 0 when it is full
     if not handle:
         log.once(
@@ -211,16 +208,27 @@ def _move(parameter: Any, arena: Any) -> str:
             "the memory for shared gradients is full: some are exchanged through staging memory, which takes longer."
             " Its size: KVHVD_ARENA_MIB, or a part of `ulimit -v`.",
         )
-        return "the arena is full"
-    moved = type(gradient)(handle=ctypes.c_void_p(handle))
-    # Marking forgets whether backward() has written the gradient since the last step.
-    mxnet, fresh = require_mxnet(), data._fresh_grad
-    with mxnet.autograd.pause():  # nothing of this belongs to what a caller may be recording
-        moved[()] = gradient
-        parameter._grad = [moved]
-        mxnet.autograd.mark_variables([data], [moved], parameter.grad_req)
-    data._fresh_grad = fresh
-    return ""
+        return None, "the arena is full"
+    found = type(gradient)(handle=ctypes.c_void_p(handle))
+    with require_mxnet().autograd.pause():  # nothing of this belongs to what a caller may be recording
+        found[()] = gradient
+    return found, ""
+
+
+def _move(parameter: Any, arena: Any) -> str:
+    """Return why it did not."""
+    if len(parameter._grad) != 1:
+        return f"{len(parameter._grad)} devices"
+    (gradient,), (data,) = parameter._grad, parameter._data
+    found, why = moved(gradient, arena)
+    if found is not None:
+        # Marking forgets whether backward() has written the gradient since the last step.
+        mxnet, fresh = require_mxnet(), data._fresh_grad
+        parameter._grad = [found]
+        with mxnet.autograd.pause():
+            mxnet.autograd.mark_variables([data], [found], parameter.grad_req)
+        data._fresh_grad = fresh
+    return why
 
 
 def _init_impl(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:

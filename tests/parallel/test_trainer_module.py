@@ -12,6 +12,7 @@ from kvstore_hvd.errors import InvalidTypeError, MismatchError
 from kvstore_hvd.world import process
 from support.arrays import assert_equal_on_all_ranks
 from support.gluon import assert_alike, is_mxnet_2, samples
+from support.zero_copy import bytes_in_place, lies_in_arena
 
 mx = pytest.importorskip("mxnet")
 
@@ -47,6 +48,10 @@ def bound(rank, batch=BATCH, devices=1):
     module.bind(batches.provide_data, batches.provide_label)
     module.init_params(arg_params=first_weights(rank))
     return module, batches
+
+
+def gradients_in_arena(module):
+    return [lies_in_arena(gradient) for gradients in module._exec_group.grad_arrays for gradient in gradients]
 
 
 def update(module, batches):
@@ -88,7 +93,31 @@ def test_bucketing_module(rank, size):
         batch = mx.io.DataBatch([mx.nd.array(data)], [mx.nd.array(labels)], 0, None, key, *shapes)
         module.forward_backward(batch)
         module.update()
+        assert gradients_in_arena(module._curr_module) == [size > 1] * 2
     assert_regressed(module, size, BATCH)
+
+
+def test_gradients_in_shared_memory(rank, size):
+    """They are summed where they lie, also after the batch size has changed; those of inputs are the executor's."""
+    module = mx.mod.Module(regression(), label_names=["label"])
+    data, labels = samples(BATCH, seed=rank)
+    module.bind([("data", data.shape)], [("label", labels.shape)], inputs_need_grad=True, grad_req="add")
+    module.init_params(arg_params=first_weights(0))
+    module.init_optimizer(kvstore="horovod", optimizer_params={"learning_rate": 0.1, "rescale_grad": 1 / BATCH / size})
+    before = bytes_in_place()
+    for rows in (BATCH, BATCH // 2, BATCH // 2):  # the three add up to two batches
+        batch = mx.io.DataBatch([mx.nd.array(data[-rows:])], [mx.nd.array(labels[-rows:])])
+        module.reshape([("data", (rows, 8))], [("label", (rows, 3))])
+        module.forward_backward(batch)
+    weight = first_weights(0)["fc_weight"].asnumpy()
+    parts = [(data, labels), *[(data[-rows:], labels[-rows:])] * 2]
+    own = sum((part @ weight.T - wanted).T @ part for part, wanted in parts) / 3
+    np.testing.assert_allclose(module._exec_group.grad_arrays[0][0].asnumpy(), own, rtol=1e-4, atol=1e-5)
+    assert gradients_in_arena(module) == [size > 1] * 2
+    assert not lies_in_arena(module.get_input_grads()[0])
+    module.update()
+    assert bytes_in_place() - before == (4 * (3 * 8 + 3) if size > 1 else 0)
+    assert_alike(module.get_params()[0]["fc_weight"].asnumpy())
 
 
 @pytest.mark.parametrize("exchanges", ["store", "optimizer"])
