@@ -22,13 +22,12 @@ from __future__ import annotations
 import argparse
 import random
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
 
 from common import Samples, describe, joined, median_ratio, ratio_text, slowest, summary, table, write
-from ranks import Rank, arguments_of_launches, busy_processes, start_launches, start_or_be_a_rank
+from ranks import BUSY_PROCESSES, Rank, arguments_of_launches, busy_processes, start_launches, start_or_be_a_rank
 
 SCRIPT = Path(__file__).resolve()
 MPI_METHOD = "MPI, per tensor"
@@ -246,7 +245,7 @@ def start(options: argparse.Namespace) -> None:
     """Start the ranks, and show and write what they found."""
     run = describe()
     arguments = ["--repetitions", str(options.repetitions), "--network", options.network]
-    with busy_processes() if options.loaded else nullcontext(nullcontext) as loaded, loaded():
+    with busy_processes(BUSY_PROCESSES if options.loaded else 0) as loaded, loaded():
         saved = start_launches(SCRIPT, options, [*arguments, *["--biases"] * options.biases])
     run["versions"] = {name: launches[-1][0]["versions"] for name, launches in saved.items()}
     network = next(iter(saved.values()))[0][0]

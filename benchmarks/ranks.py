@@ -23,6 +23,7 @@ from typing import Any
 from common import ROOT, shape
 
 __all__ = [
+    "BUSY_PROCESSES",
     "TIMEOUT_S",
     "Gate",
     "Rank",
@@ -187,9 +188,9 @@ def _start_ranks(launcher: _Launcher, count: int, program: Sequence[str], folder
 
 
 @contextmanager
-def busy_processes() -> Iterator[Callable[[], AbstractContextManager[None]]]:
+def busy_processes(count: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
     """Have processes that compute in the body of what this gives, and are stopped outside of it."""
-    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY_PROCESSES)]
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
 
     def tell(number: int) -> None:
         for process in processes:

@@ -124,8 +124,8 @@ def gradients(figure: Any, results: Mapping[str, Any]) -> str:
     axes.grid(alpha=0.3, axis="x")
     return (
         f"All {results['tensors']} gradients of {results['network']} ({results['elements']:,} elements) over "
-        f"{results['ranks']} ranks, lower is better; 'first layer': from the last enqueue of the last rank until the one that the next "
-        "forward pass needs first is there."
+        f"{results['ranks']} ranks, lower is better; 'first layer': from the last enqueue of the last rank until the "
+        "one that the next forward pass needs first is there."
     )
 
 

@@ -22,7 +22,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -40,7 +40,7 @@ from common import (
     time_text,
     write,
 )
-from ranks import Rank, arguments_of_launches, busy_processes, start_launches, start_or_be_a_rank
+from ranks import BUSY_PROCESSES, Rank, arguments_of_launches, busy_processes, start_launches, start_or_be_a_rank
 
 SCRIPT = Path(__file__).resolve()
 METHODS = ("MPI", "raw", "pushpull")
@@ -103,7 +103,8 @@ def be_a_rank(options: argparse.Namespace) -> None:
     samples: Samples = {f"{method}, {state}": [] for state in STATES for method in METHODS if method in actions}
     order = [method for method in METHODS if method in actions]
     shuffle = random.Random(0).shuffle  # the same order on all ranks
-    with busy_processes() if rank.rank == 0 else nullcontext(nullcontext) as loaded:
+    with busy_processes(BUSY_PROCESSES if rank.rank == 0 else 0) as loaded:
+        load: dict[str, Callable[[], AbstractContextManager[None]]]
         load = {"idle": nullcontext, "busy": busy_thread, "loaded": loaded}
         for repetition in range(-1, options.repetitions):
             shuffle(order)
