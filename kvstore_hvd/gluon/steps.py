@@ -44,25 +44,17 @@ def clip_global_norm(trainer: Any, max_norm: float) -> float:
     Raises
     ------
     InvalidTypeError, InvalidRequestError
-        `trainer` is no Trainer, or its optimizer is a `DistributedOptimizer`; `max_norm` is negative or NaN.
+        `trainer` is no Trainer, or its optimizer is a `DistributedOptimizer`; rank 0's `max_norm` is negative or NaN.
     HorovodInternalError, MXNetError
         The world is lost, or the computation of a gradient failed.
     """
+    where: dict[str, Any] = {**process.current().topology.prefix, "operation": "clip_global_norm"}
     if not isinstance(trainer, mx.gluon.Trainer):
-        fact, fix = f"it got a {type(trainer).__name__}.", "pass the Trainer, whose gradients are clipped."
-        raise InvalidTypeError(
-            message(fact, **process.current().topology.prefix, operation="clip_global_norm", fix=fix)
-        )
+        fix = "pass the Trainer, whose gradients are clipped."
+        raise InvalidTypeError(message(f"it got a {type(trainer).__name__}.", **where, fix=fix))
     if isinstance(trainer._optimizer, DistributedOptimizer):
-        fact, fix = "the optimizer exchanges gradients later, in the update.", "use a DistributedTrainer."
-        raise InvalidRequestError(
-            message(fact, **process.current().topology.prefix, operation="clip_global_norm", fix=fix)
-        )
-    if not max_norm >= 0:
-        fact, fix = f"max_norm is {max_norm}.", "pass a number that is not negative."
-        raise InvalidRequestError(
-            message(fact, **process.current().topology.prefix, operation="clip_global_norm", fix=fix)
-        )
+        fact = "the optimizer exchanges gradients later, in the update."
+        raise InvalidRequestError(message(fact, **where, fix="use a DistributedTrainer."))
     gradients = [parameter.list_grad() for parameter in trainer._params if parameter.grad_req != "null"]
     factor = trainer._average_factor if isinstance(trainer, DistributedTrainer) else 1.0
     norm = factor * math.sqrt(_sum_of_squares([of_devices[0] for of_devices in gradients]))
@@ -73,6 +65,9 @@ def clip_global_norm(trainer: Any, max_norm: float) -> float:
             own = np.array([norm, max_norm], np.float64).view(np.int64)
             rows = world.all_rows("clip_global_norm", f"{store._namespace}/norm", "clip_global_norm", own)
         norm, max_norm = map(float, np.ascontiguousarray(rows[0]).view(np.float64))
+    if not max_norm >= 0:
+        fix = "pass a number that is not negative."
+        raise InvalidRequestError(message(f"max_norm is {max_norm}.", **where, fix=fix))
     if not math.isfinite(norm):
         warnings.warn("nan or inf is detected. Clipping results will be undefined.", stacklevel=2)
     scale = max_norm / (norm + _EPSILON)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import InvalidTypeError
+from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError
 from support.gluon import backward, batch_of, is_mxnet_2, network, parameters
 
 mx = pytest.importorskip("mxnet")
@@ -113,6 +113,17 @@ def test_gradients_of_all_devices_are_clipped():
 def test_only_gradients_of_a_trainer_are_clipped():
     with pytest.raises(InvalidTypeError, match="clip_global_norm: it got a list"):
         hvd.clip_global_norm([mx.nd.ones(1)], 1.0)
+
+
+def test_all_workers_refuse_the_threshold_of_rank_0(rank):
+    net = network(mx.gluon.nn.Dense(3, in_units=8))
+    trainer = mx.gluon.Trainer(net.collect_params(), *ARGUMENTS, kvstore="horovod")
+    backward(net, [batch_of(1)])
+    trainer.allreduce_grads()
+    before = [parameter.grad().asnumpy() for parameter in parameters(net)]
+    with pytest.raises(InvalidRequestError, match=r"max_norm is -1\.0"):
+        hvd.clip_global_norm(trainer, -1 if rank == 0 else 1.0)
+    assert all(np.array_equal(own, parameter.grad().asnumpy()) for own, parameter in zip(before, parameters(net)))
 
 
 @pytest.mark.sizes
