@@ -414,7 +414,6 @@ class MXNetAdapter:
         count: int,
         contributed: int,
         parts: Sequence[tuple[int, int, int, int]],
-        group: int,
         priority: int,
     ) -> None:
         """Give elements of `source` to the other workers, and write theirs to `target`; asynchronous, in turn.
@@ -429,8 +428,6 @@ class MXNetAdapter:
             The number of elements, from the first of `source` on, that this worker gives.
         parts : sequence of tuple of int
             Rank, first byte of what that rank gives, number of bytes, and where they go in `target`.
-        group : int
-            Compared across workers, see `Request` in native/request/request.hpp.
         """
 
     def new_array(self, shape: Sequence[int], dtype: str) -> int:

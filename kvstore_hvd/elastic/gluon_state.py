@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -77,8 +78,8 @@ class GluonState(ObjectState):
         Parameters have been initialised; their shapes need not be known yet.
     trainer : mxnet.gluon.Trainer, optional
     seed : int, optional
-        Makes random numbers repeatable: those of MXNet, ``numpy.random`` and ``random`` begin anew with each commit,
-        from the seed, the number of commits and the rank. A training that went on after a fault draws what it would
+        Makes random numbers repeatable: those of MXNet, ``numpy.random`` and ``random`` begin anew with each commit or
+        save, from the seed, the number of these and the rank. A training that went on after a fault draws what it would
         have drawn without, if it has as many workers as before. Equal on all workers.
     **kwargs
         Further ones of these, an `ElasticSampler`, values with a registered handler (see `get_handler_registry`), and
@@ -107,11 +108,11 @@ class GluonState(ObjectState):
             self._handlers[_NUMBERS] = RandomHandler(operator.index(seed))
         self._add_left_out()
 
-    def commit(self) -> None:
-        """As of any `State`; and random numbers begin anew, see `seed`."""
+    def save(self, path: str | os.PathLike[str] | None = None) -> None:
+        """As of any `ObjectState`; and random numbers begin anew, see `seed`."""
         if _NUMBERS in self._handlers:
             self._handlers[_NUMBERS].advance()  # type: ignore[attr-defined]
-        super().commit()
+        super().save(path)
 
     def _save(self) -> None:
         staged, others = self._by_name()

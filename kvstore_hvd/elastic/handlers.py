@@ -143,37 +143,37 @@ class SamplerHandler(StagedHandler):
 
 
 class RandomHandler(StagedHandler):
-    """Handler of a seed: random numbers after a commit depend on the seed, the number of commits and the rank only."""
+    """Handler of a seed: random numbers after a save depend on the seed, the number of saves and the rank only."""
 
-    _saved = _spare = _commits = 0
+    _saved = _spare = _saves = 0
 
     def __init__(self, value: int) -> None:
         super().__init__(value)
         self.seed()
 
     def advance(self) -> None:
-        """Begin the numbers of the next commit."""
-        self._commits += 1
+        """Begin the numbers of the next save."""
+        self._saves += 1
         self.seed()
 
     def seed(self) -> None:
-        entropy = np.random.SeedSequence([self.value % 2**32, self._commits, process.current().topology.rank])
+        entropy = np.random.SeedSequence([self.value % 2**32, self._saves, process.current().topology.rank])
         for_mxnet, for_numpy, for_python = entropy.generate_state(3).tolist()
         require_mxnet().random.seed(for_mxnet % 2**31)
         np.random.seed(for_numpy)
         random.seed(for_python)
 
     def stage(self) -> None:
-        self._spare = self._commits
+        self._spare = self._saves
 
     def receive(self) -> None:
-        self._spare = broadcast_object(self._commits)
+        self._spare = broadcast_object(self._saves)
 
     def adopt(self) -> None:
         self._saved = self._spare
 
     def restore(self) -> None:
-        self._commits = self._saved
+        self._saves = self._saved
         self.seed()
 
     def content(self) -> Any:

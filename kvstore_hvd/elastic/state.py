@@ -102,7 +102,7 @@ class State:
         self._last_update = newest
         result = HostUpdateResult(int(np.bitwise_or.reduce(rows[:, 2])))
         # `sync` sends the saved state: without this save it would undo the steps since the last commit.
-        self.save()
+        self._save()
         # The workers that leave may be the last ones.
         checkpoint.commit(self, self._rank, now=result is HostUpdateResult.removed)
         raise HostsUpdatedInterrupt(skip_sync=result is HostUpdateResult.removed)
@@ -110,6 +110,10 @@ class State:
     def save(self) -> None:
         """Keep a copy of the state in this process, in place of the last copy."""
         raise NotImplementedError
+
+    def _save(self) -> None:
+        """A save that the program has not asked for."""
+        self.save()
 
     def restore(self) -> None:
         """Go back to the saved state."""

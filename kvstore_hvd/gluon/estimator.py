@@ -7,12 +7,13 @@ import logging
 import math
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from mxnet.gluon.contrib import estimator as library
+from mxnet.gluon.data import BatchSampler, DataLoader
 
 from kvstore_hvd import mxnet_compat, numpy_ops
 from kvstore_hvd.errors import InvalidRequestError, MismatchError, message
@@ -32,8 +33,9 @@ _RESUMED = "trained_epoch", "trained_batch"
 class DistributedEstimator(library.Estimator):
     """MXNet's Estimator, for a Trainer that sums over workers; every worker calls `fit` and `evaluate`.
 
-    - A step divides by the samples of all workers, with a `DistributedTrainer` and with ``kvstore='horovod'``. Without
-      a Trainer it makes a `DistributedTrainer` with MXNet's default optimizer.
+    - A step divides by the samples of all workers, with a `DistributedTrainer` and with ``kvstore='horovod'``. That
+      costs one small operation a step where batches are not those of a ``DataLoader`` with a ``batch_size``. Without a
+      Trainer it makes a `DistributedTrainer` with MXNet's default optimizer.
     - Metrics become those of all workers (`DistributedMetric`), also the objects that the program has passed. During
       an evaluation they show this worker's samples until its end, so workers may have different numbers of batches.
     - If a handler of any worker stops the training, all stop after this batch, or epoch. That costs one small operation
@@ -80,14 +82,23 @@ class DistributedEstimator(library.Estimator):
     ) -> None:
         """As MXNet's; every worker calls it. With 0 epochs there is nothing left to do."""
         if epochs == 0 and not batches:
+            _check_alike({"epochs": 0})
             return
         in_batches: Any = getattr(train_data, "_batch_sampler", ())
         sampler = getattr(in_batches, "_sampler", in_batches)
         self._sampler = sampler if isinstance(sampler, EpochSampler) else None
+        # Other batches may have other sizes on each worker.
+        self._is_even = type(in_batches) is BatchSampler
         if self._sampler is not None and getattr(train_data, "_auto_reload", False):
             fact = "a DataLoader with auto_reload=True takes the samples of an epoch before it has begun."
-            where: dict[str, Any] = {**process.current().topology.prefix, "operation": "fit"}
-            raise InvalidRequestError(message(fact, **where, fix="leave auto_reload out."))
+            _refuse(fact, "leave auto_reload out.")
+        if isinstance(sampler, DistributedBatchSampler) and isinstance(train_data, DataLoader):
+            workers, last = process.current().topology.size, sampler.size_of(sampler.processed + len(sampler) - 1)
+            if len(sampler) and last < workers:
+                fact = (
+                    f"the last batch has {last} samples for {workers} workers, and a DataLoader takes no empty share."
+                )
+                _refuse(fact, "pass last='discard' to the DistributedBatchSampler.")
         self._alike = {
             "batches in an epoch": _length_of(train_data),
             "samples in an epoch": None if isinstance(sampler, DistributedBatchSampler) else _length_of(sampler),
@@ -130,31 +141,18 @@ class DistributedEstimator(library.Estimator):
         if val_data is not None and not any(isinstance(each, library.ValidationHandler) for each in given):
             given.append(library.ValidationHandler(val_data=val_data, eval_fn=self.evaluate))  # also without a batch
         handlers = super()._prepare_default_handlers(None, given)
-        self._check_alike(handlers)
+        own = {"epochs": self.max_epoch, "batches": self.max_batch, **self._alike}
+        for what, objects in (("handlers", handlers), ("metrics", (*self.train_metrics, *self.val_metrics))):
+            own[what] = ", ".join(type(each).__name__ for each in objects)
+        _check_alike(own)
+        mxnet_compat.start(self.trainer)  # the first batch is that of rank 0's parameters on all workers
         for handler in handlers:
+            if isinstance(handler, (library.CheckpointHandler, library.EarlyStoppingHandler)) and handler.monitor:
+                metrics.distribute(handler.monitor)
             if isinstance(handler, library.CheckpointHandler):
                 vars(handler)["_save_params_and_trainer"] = functools.partial(_save, handler)
                 vars(handler)["_save_symbol"] = functools.partial(_save_symbol, handler)
         return handlers
-
-    def _check_alike(self, handlers: Iterable[Any]) -> None:
-        own = {
-            **self._alike,
-            "epochs": self.max_epoch,
-            "batches": self.max_batch,
-            "handlers": ", ".join(type(each).__name__ for each in handlers),
-            "metrics": ", ".join(type(each).__name__ for each in (*self.train_metrics, *self.val_metrics)),
-        }
-        everybody = allgather_object(own, "kvstore_hvd.estimator/fit")
-        for what, here in own.items():
-            if any(each[what] != here for each in everybody):
-                details = [f"rank {rank}: {each[what]}" for rank, each in enumerate(everybody)]
-                fix = (
-                    "take the samples from hvd.DistributedSampler(last='pad'); pass the same arguments on every worker."
-                )
-                where = process.current().topology.prefix
-                text = message(f"workers have different {what}.", **where, operation="fit", details=details, fix=fix)
-                raise MismatchError(text)
 
     def _categorize_handlers(self, event_handlers: Any) -> Any:
         train_begin, epoch_begin, batch_begin, batch_end, epoch_end, train_end = super()._categorize_handlers(
@@ -169,6 +167,25 @@ class DistributedEstimator(library.Estimator):
             epoch_begin = [_Epoch(), *epoch_begin]
             batch_end, epoch_end = [_Agreed(batch_end, "batch_end")], [_Agreed(epoch_end, "epoch_end")]
         return train_begin, epoch_begin, batch_begin, batch_end, epoch_end, train_end
+
+
+def _check_alike(own: dict[str, Any]) -> None:
+    """Raise, on all workers, unless all have the same."""
+    everybody = allgather_object(own, "kvstore_hvd.estimator/fit")
+    for what, here in own.items():
+        if any(each.get(what) != here for each in everybody):
+            details = [f"rank {rank}: {each.get(what)}" for rank, each in enumerate(everybody)]
+            fix = "take the samples from hvd.DistributedSampler(last='pad'); pass the same arguments on every worker."
+            text = message(f"workers have different {what}.", **_where(), details=details, fix=fix)
+            raise MismatchError(text)
+
+
+def _where() -> dict[str, Any]:
+    return {**process.current().topology.prefix, "operation": "fit"}
+
+
+def _refuse(fact: str, fix: str) -> NoReturn:
+    raise InvalidRequestError(message(fact, **_where(), fix=fix))
 
 
 class _Epoch:
@@ -187,9 +204,13 @@ class _Update(library.GradientUpdateHandler):
         if isinstance(optimizer, DistributedOptimizer):
             store = optimizer._kvstore_hvd_store
         workers = store.num_workers if isinstance(store, Horovod) else 1
-        samples = _samples_of(kwargs["loss"]) * workers
+        samples = _samples_of(kwargs["loss"])
         if isinstance(estimator._sampler, DistributedBatchSampler):
             samples = estimator._sampler.size_of(estimator._number)
+        elif estimator._is_even or workers == 1:
+            samples *= workers
+        else:
+            samples = int(numpy_ops.allreduce(np.array([samples], np.int64), "kvstore_hvd.estimator/samples")[0])
         is_average = isinstance(trainer, DistributedTrainer) or isinstance(optimizer, DistributedOptimizer)
         trainer.step(samples / workers if is_average else samples)
 
@@ -265,9 +286,10 @@ class _Resume:
         told = (fault and (type(fault).__name__, str(fault))), numbers, estimator.max_epoch, estimator.max_batch, files
         failed, numbers, estimator.max_epoch, estimator.max_batch, files = broadcast_object(told)
         if failed:
-            where: dict[str, Any] = {**process.current().topology.prefix, "operation": "fit"}
+            if fault:
+                raise fault
             fix = "see the files in model_dir on rank 0, or pass resume_from_checkpoint=False."
-            raise fault or InvalidRequestError(message(f"rank 0 cannot resume: {': '.join(failed)}.", **where, fix=fix))
+            _refuse(f"rank 0 cannot resume: {': '.join(failed)}.", fix)
         vars(handler).update(numbers)
         if files is None:
             return
@@ -280,7 +302,7 @@ class _Resume:
                 estimator.net.load_parameters(str(paths[0]), ctx=place)
                 estimator.trainer.load_states(str(paths[1]))
         if estimator._sampler is not None and estimator.max_epoch:
-            estimator._sampler.set_epoch(estimator._sampler.epoch + numbers["trained_epoch"] + 1)
+            estimator._sampler.set_epoch(numbers["trained_epoch"] + 1)
 
 
 def _files_of(handler: Any, numbers: dict[str, Any]) -> list[bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import functools
@@ -29,6 +30,9 @@ _MOMENTS = "_label_nums", "_mean_l", "_mean_p", "_sse_l", "_sse_p", "_conv"
 
 # Of a distributed metric: its original class; and whether its values are those of this worker for now.
 _OVER, _IS_LOCAL = "_kvstore_hvd_over", "_kvstore_hvd_is_local"
+
+# In a state: the classes of arrays of MXNet, by attribute, and what makes them.
+_KINDS, _MAKERS = "kinds", {"NDArray": mx.nd.array, "ndarray": mx.np.array}
 
 _ROOM = 4096  # bytes of a worker's states in the first operation
 
@@ -71,6 +75,8 @@ def distribute(metric: Any) -> Any:
     """Make a metric one over all workers, in place; returns it."""
     kind: Any = getattr(metric, _OVER, type(metric))
     metric.__class__ = _class_over(kind)
+    for part in metric.metrics if _is_composite(metric) else ():
+        distribute(part)
     return metric
 
 
@@ -102,10 +108,31 @@ def _plain(metric: Any) -> Any:
     """A copy of the original class."""
     kind: Any = getattr(metric, _OVER, type(metric))
     made = kind.__new__(kind)
-    is_composite = isinstance(metric, _library.CompositeEvalMetric)
     for name, each in vars(metric).items():
-        vars(made)[name] = list(map(_plain, each)) if is_composite and name == "metrics" else copy.deepcopy(each)
+        vars(made)[name] = list(map(_plain, each)) if _is_parts(metric, name) else _copied(each)
     return made
+
+
+def _is_composite(metric: Any) -> bool:
+    return isinstance(metric, _library.CompositeEvalMetric)
+
+
+def _is_parts(metric: Any, name: str) -> bool:
+    return name == "metrics" and _is_composite(metric)
+
+
+def _copied(value: Any) -> Any:
+    """A copy; of functions and networks, and of what cannot be copied, the object itself."""
+    if callable(value):
+        return value
+    if type(value) is dict:
+        return {name: _copied(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    try:
+        return copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - whatever the object raises
+        return value
 
 
 def _value(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -135,11 +162,9 @@ def _gathered(own: Any) -> list[Any]:
 
 
 def _parts_of(metric: Any) -> Iterator[Any]:
-    if isinstance(metric, _library.CompositeEvalMetric):
-        for each in metric.metrics:
-            yield from _parts_of(each)
-    else:
-        yield metric
+    yield metric
+    for each in metric.metrics if _is_composite(metric) else ():
+        yield from _parts_of(each)
 
 
 def _check(states: Sequence[Sequence[tuple[str, State, str]]]) -> None:
@@ -160,14 +185,16 @@ def _check(states: Sequence[Sequence[tuple[str, State, str]]]) -> None:
 
 def _state_of(metric: Any) -> tuple[str, State, str]:
     """Name of a metric; what it has counted; and why it cannot be merged, if so."""
-    state, others = State(), State()
+    state, others = State({_KINDS: {}}), State()
     for name, each in vars(metric).items():
         if type(each).__name__ in _COUNTERS:
             state[name] = {count: _number(value) for count, value in vars(each).items() if count.endswith(_COUNTS)}
             state[name]["num_classes"] = getattr(each, "num_classes", None)
         elif name in _SUMS or name in _MATRICES or name in _MOMENTS or name == "_pred_nums":
             state[name] = _number(each)
-        else:
+            if hasattr(each, "asnumpy"):
+                state[_KINDS][name] = type(each).__name__
+        elif not _is_parts(metric, name):
             others[name] = each
     kind = type(metric).__name__
     fault = " ".join(f"{kind} has a dict in {name}." for name in _SUMS & set(state) if isinstance(state[name], dict))
@@ -183,47 +210,52 @@ def _number(value: Any) -> Any:
     return value.asnumpy() if hasattr(value, "asnumpy") else value
 
 
-def _as_before(before: Any, value: Any) -> Any:
-    return mx.np.array(value, dtype="float64") if hasattr(before, "asnumpy") else value
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two values have the same numbers; objects that a metric uses are none."""
+def _is_same(one: Any, other: Any, around: tuple[int, ...] = ()) -> bool:
+    """Whether two values have the same numbers; functions and networks have none."""
     one, other = _number(one), _number(other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        one, other = np.asarray(one), np.asarray(other)
+        return one.shape == other.shape and bool(np.all((one == other) | ((one != one) & (other != other))))
+    if isinstance(one, (list, tuple, collections.deque)) and isinstance(other, type(one)):
+        return len(one) == len(other) and all(_is_same(a, b, around) for a, b in zip(one, other))
     if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_is_same(one[key], other[key]) for key in one)
-    if isinstance(one, (str, bytes, int, float, complex, set, frozenset, np.generic, list, tuple, dict)):
+        return one.keys() == other.keys() and all(_is_same(one[key], other[key], around) for key in one)
+    if isinstance(one, (str, bytes, int, float, complex, set, frozenset, np.generic)) or one is None:
         return bool(one == other) or (one != one and other != other)
-    return type(one) is type(other)
+    if type(one) is not type(other) or callable(one) or not hasattr(one, "__dict__") or id(one) in around:
+        return type(one) is type(other)
+    return _is_same(vars(one), vars(other), (*around, id(one)))
 
 
 def _merge(metric: Any, states: Sequence[State]) -> None:
     """Give a metric the states of all workers together."""
+    found: State = {}
     for name in _SUMS & set(states[0]):
-        vars(metric)[name] = _as_before(vars(metric)[name], _total([state[name] for state in states]))
+        found[name] = _total([state[name] for state in states])
     for name in _MATRICES & set(states[0]):
         size = max(len(state[name]) for state in states)
-        matrices = [np.pad(state[name], (0, size - len(state[name]))) for state in states]
-        vars(metric).update({name: _as_before(vars(metric)[name], sum(matrices)), "k": size})
+        found[name] = sum(np.pad(state[name], (0, size - len(state[name]))) for state in states)
+        metric.k = size
+    for name, each in found.items():
+        kind = next((state[_KINDS][name] for state in states if name in state[_KINDS]), None)
+        vars(metric)[name] = _MAKERS[kind](each, dtype=each.dtype) if kind else each
     if _MOMENTS[0] in states[0]:
         moments = functools.reduce(_moments_of_both, ([state[name] for name in _MOMENTS] for state in states))
         vars(metric).update(zip(_MOMENTS, moments))
         metric._pred_nums = metric._label_nums
     for name, own in states[0].items():
-        if isinstance(own, dict):
+        if isinstance(own, dict) and name != _KINDS:
             counted = [state[name] for state in states if state[name][_COUNTS[0]] is not None]
             _merge_counts(metric, vars(metric)[name], counted)
 
 
 def _total(values: Sequence[Any]) -> Any:
-    """The sum of numbers, or of each of the numbers in lists."""
-    if not isinstance(values[0], (list, tuple)):
-        return sum(values)
-    return [_total(each) for each in itertools.zip_longest(*values, fillvalue=0)]  # lists may grow with the classes
+    """The sum of numbers, or of each of the numbers in lists. A worker without samples may have 0 or None instead."""
+    lists = [each for each in values if isinstance(each, (list, tuple))]
+    if lists:  # which may grow with the classes
+        return [_total(each) for each in itertools.zip_longest(*lists, fillvalue=0)]
+    numbers = [each for each in values if each is not None]
+    return sum(numbers) if numbers else None
 
 
 def _merge_counts(metric: Any, counter: Any, states: Sequence[State]) -> None:
@@ -233,7 +265,10 @@ def _merge_counts(metric: Any, counter: Any, states: Sequence[State]) -> None:
             continue
         total = sum(state[count] for state in states)
         vars(counter)[count] = mx.np.array(total, dtype="float64") if isinstance(total, np.ndarray) else total
-    is_mean_of_batches = type(counter).__name__ == _COUNTERS[0] and "macro" in vars(metric).values()
+    is_mean_of_batches = type(counter).__name__ == _COUNTERS[0] and "macro" in (
+        vars(metric).get("average"),
+        vars(metric).get("_average"),
+    )
     if states and not is_mean_of_batches:
         kind: Any = next(each for each in type(metric).__mro__ if each.__module__.startswith("mxnet."))
         kind.update(metric, [], [])  # which computes the value of the counts

@@ -80,8 +80,10 @@ def clip_global_norm(trainer: Any, max_norm: float) -> float:
 def _sum_of_squares(arrays: list[Any]) -> float:
     by_dtype: dict[str, list[Any]] = {}
     for array in arrays:
-        values = array if array.stype == "default" else array.data
-        by_dtype.setdefault(mxnet_compat.dtype_name(values), []).append(values.as_nd_ndarray())
+        values = (array if array.stype == "default" else array.data).as_nd_ndarray()
+        if mxnet_compat.dtype_name(values) == "float16":  # MXNet 1 would square halves as halves
+            values = values.astype("float32")
+        by_dtype.setdefault(mxnet_compat.dtype_name(values), []).append(values)
     sums = [mx.nd.multi_sum_sq(*same, num_arrays=len(same)) for same in by_dtype.values()]
     return math.fsum(float(each) for of_dtype in sums for each in of_dtype.asnumpy())
 

@@ -141,7 +141,7 @@ class _TrainerJoinable(Joinable):
                 fix = "give the Trainer only parameters that every step uses, or leave the Join."
                 raise self._refusal(fact, fix, mxnet_compat.labels_of(self.trainer)[key])
         self._join.notify_join_context(self)
-        self._start()  # sets the gradient compression of the store
+        mxnet_compat.start(self.trainer)  # sets the gradient compression of the store
         if self._has_halves:
             self.trainer._allreduce_grads()
             self._divisor = self._agreed_divisor(weight)
@@ -157,7 +157,7 @@ class _TrainerJoinable(Joinable):
                 mxnet_compat.set_to_zero(gradient)
             for array in parameter.list_data():
                 array._fresh_grad = True
-        self._start()
+        mxnet_compat.start(self.trainer)
         self._weight = weight
         with self.store._reducing(**({} if self._has_halves else {"op": "average", "weight": weight})):
             self.trainer._allreduce_grads()
@@ -194,13 +194,6 @@ class _TrainerJoinable(Joinable):
     def _has_halves(self) -> bool:
         halves = any(mxnet_compat.dtype_name(each) == "float16" for one in self._trained() for each in one.list_grad())
         return halves or self.store._reduction.as_half or self.store._reduction.threshold > 0
-
-    def _start(self) -> None:
-        """Make the store and broadcast parameters, as a Trainer's first step does."""
-        if not self.trainer._kv_initialized:
-            self.trainer._init_kvstore()
-        if self.trainer._params_to_init:
-            self.trainer._init_params()
 
     def _update(self) -> None:
         self.trainer._optimizer.rescale_grad = self.trainer._scale / self._divisor

@@ -14,7 +14,7 @@ import mxnet as mx
 import numpy as np
 
 from kvstore_hvd import mxnet_compat
-from kvstore_hvd.errors import InvalidRequestError, message
+from kvstore_hvd.errors import InvalidRequestError, MismatchError, message
 from kvstore_hvd.mxnet.functions import allgather_object
 from kvstore_hvd.mxnet.optimizer import DistributedTrainer
 from kvstore_hvd.native import ITEM_BYTES
@@ -22,12 +22,11 @@ from kvstore_hvd.store.keys import wire_name
 
 # Optimizers of MXNet that update each element by itself: their parameters may be cut anywhere.
 _ELEMENTWISE = {"SGD", "NAG", "Adam", "AdamW", "Adamax", "RMSProp", "AdaGrad", "AdaDelta", "Ftrl", "FTML", "Signum"}
-# Those whose update of one parameter changes that of others.
-_ENTANGLED = {"Nadam"}
+# Those of MXNet 1 and 2 whose update of one parameter changes that of others.
+_ENTANGLED = {"Nadam", "LBSGD", *(["LARS"] if mx.__version__.startswith("1.") else [])}
+_OTHER = "use a DistributedTrainer."
 # Elements below which a parameter is not cut, and of which each share is a multiple: a cache line of float32.
 _LEAST, _UNIT = 1024, 16
-# kShares of native/engine/mismatch.cpp: the workers compare their shares.
-_SHARES = 0x73686172 << 32
 
 
 class ShardedTrainer(DistributedTrainer):
@@ -44,20 +43,21 @@ class ShardedTrainer(DistributedTrainer):
     Raises
     ------
     InvalidRequestError
-        Also: parameters or gradients are row_sparse, on a GPU or on several devices; the optimizer is Nadam.
+        Also: parameters or gradients are row_sparse, on a GPU or on several devices; the optimizer is Nadam, LBSGD, or
+        LARS of MXNet 1. By a step: states that were loaded are of other parameters.
+    MismatchError
+        By a step, on all workers, before anything is changed: their optimizers or parameters differ.
     """
 
     def _init_optimizer(self, optimizer: Any, optimizer_params: Any) -> None:
         super()._init_optimizer(optimizer, optimizer_params)
-        fix = "use a DistributedTrainer."
         devices = mxnet_compat.devices_of(self)
         if len(devices) != 1 or not devices[0].device_type.startswith("cpu"):
-            _refuse(f"its parameters are on {', '.join(map(str, devices))}, and not on one CPU.", fix)
+            _refuse(f"its parameters are on {', '.join(map(str, devices))}, and not on one CPU.", _OTHER)
         for parameter in self._params:
             if parameter._stype != "default" or parameter._grad_stype != "default":
-                _refuse(f"parameter '{parameter.name}' or its gradient is row_sparse.", fix)
-        if type(self._optimizer).__name__ in _ENTANGLED:
-            _refuse("Nadam updates no parameter alone.", fix)
+                _refuse(f"parameter '{parameter.name}' or its gradient is row_sparse.", _OTHER)
+        _check_optimizer(self._optimizer)
         self._updaters = [ShardedUpdater(self._optimizer, self)]
 
 
@@ -93,7 +93,9 @@ class ShardedUpdater(mx.optimizer.Updater):
         if not self._kvstore_hvd_shares:
             self._place, self._loads = (world.topology.rank, world.topology.size), [0] * world.topology.size
             self._prepared = {}
-        self._share_out(index, weight)
+        new = [(key, each) for key, each in zip(index, weight) if key not in self._kvstore_hvd_shares]
+        if new:
+            self._share_out(new)
         for key, gradient, whole in zip(index, grad, weight):
             prepared = self._prepared.get(key)
             if prepared is None or prepared.weight is not whole or prepared.gradient is not gradient:
@@ -117,24 +119,33 @@ class ShardedUpdater(mx.optimizer.Updater):
         others = [key for key in reversed(keys) if self._prepared[key].own is None]
         count = type(optimizer)._update_count
 
-        def counted(index: Any) -> None:
-            end = len(keys) if isinstance(index, (list, tuple)) else place[index]
+        def count_before(end: int) -> None:
             while others and place[others[-1]] < end:
                 count(optimizer, others.pop())
+
+        def counted(index: Any) -> None:
+            if isinstance(index, (list, tuple)):
+                count_before(len(keys))
+            elif index in place:
+                count_before(place[index])
+            else:
+                _refuse(f"{type(optimizer).__name__} counts updates of {index!r}, which is no parameter.", _OTHER)
             count(optimizer, index)
 
+        # An optimizer of the program may ask for its rate before it counts.
+        count_before(next((place[key] for key in keys if self._prepared[key].own is not None), 0))
         optimizer._update_count = counted
         try:
             yield
         finally:
             del optimizer._update_count
-        for key in others:
-            count(optimizer, key)
+        count_before(len(keys))
 
     def _at_once(self, index: Sequence[Any], weight: Sequence[Any]) -> list[list[Any]]:
         """The parameters in the groups that MXNet's Updater gives to the optimizer together."""
         optimizer = self.optimizer
-        if len({optimizer._index_update_count.get(key, optimizer.begin_num_update) for key in index}) == 1:
+        counts = {optimizer._index_update_count.get(key, optimizer.begin_num_update) for key in index}
+        if len(counts) == 1 and _is_of_mxnet(type(optimizer)):
             return [list(index)]  # all rates are those of the same update
         most = max(1, optimizer.aggregate_num)
         by_dtype: dict[Any, list[Any]] = {}
@@ -162,7 +173,13 @@ class ShardedUpdater(mx.optimizer.Updater):
 
     def set_states(self, states: Any) -> None:
         """As MXNet's; the next update cuts them."""
+        before = dict(vars(self))
         super().set_states(states)
+        try:
+            _check_optimizer(vars(self)["optimizer"])
+        except InvalidRequestError:
+            self.__dict__.update(before)
+            raise
         self.are_whole()
 
     @property
@@ -181,25 +198,44 @@ class ShardedUpdater(mx.optimizer.Updater):
             fix = "save_states() before the world changes, and load_states() after it, on every worker."
             _refuse(fact, fix, **topology.prefix)
 
-    def _share_out(self, index: Sequence[Any], weight: Sequence[Any]) -> None:
-        """Share out the parameters that are new, the largest first, and cut their states."""
-        ranks, kind = len(self._loads), type(self.optimizer)
-        is_elementwise = kind.__name__ in _ELEMENTWISE and kind.__module__.startswith("mxnet.optimizer.")
-        new = [(key, each) for key, each in zip(index, weight) if key not in self._kvstore_hvd_shares]
+    def _share_out(self, new: Sequence[tuple[Any, Any]]) -> None:
+        """Share out parameters, the largest first, and cut their states."""
+        loads, kind = self._loads, type(self.optimizer)
+        ranks, is_elementwise = len(loads), kind.__name__ in _ELEMENTWISE and _is_of_mxnet(kind)
+        shares: dict[Any, list[int]] = {}
         for key, each in sorted(new, key=lambda one: -one[1].size):
             if is_elementwise and each.size >= max(_LEAST, ranks * _UNIT):
-                bounds = [each.size * rank // ranks // _UNIT * _UNIT for rank in range(ranks)] + [each.size]
+                shares[key] = [each.size * rank // ranks // _UNIT * _UNIT for rank in range(ranks)] + [each.size]
             else:
-                owner = self._loads.index(min(self._loads))
-                bounds = [0] * (owner + 1) + [each.size] * (ranks - owner)
-            self._kvstore_hvd_shares[key] = bounds
-            self._loads = [load + count for load, count in zip(self._loads, _counts(bounds))]
-            if key in self.states:
-                first, end = self._own(key)
+                owner = loads.index(min(loads))
+                shares[key] = [0] * (owner + 1) + [each.size] * (ranks - owner)
+            loads = [load + count for load, count in zip(loads, _counts(shares[key]))]
+        misfits = [
+            f"parameter {key} has the shape {each.shape}, and its state {state.shape}."
+            for key, each in new
+            for state in _arrays_of(self.states.get(key))
+            if is_elementwise and state.shape != each.shape
+        ]
+        told = kind.__name__, f"{zlib.crc32(repr(sorted(shares.items())).encode()):08x}", "".join(misfits[:1])
+        name = f"{self._store._namespace}.shares"
+        everybody = allgather_object(told, name, self._trainer._process_set)
+        faults = [f"rank {rank}: {misfit}" for rank, (*_, misfit) in enumerate(everybody) if misfit]
+        where = self._trainer._world.topology.prefix
+        if faults:
+            fix = "load states that were saved for this network."
+            _refuse("the states are those of other parameters.", fix, details=faults, **where)
+        if any(each != told for each in everybody):
+            details = [f"rank {rank}: {name}, shares {shared}" for rank, (name, shared, _) in enumerate(everybody)]
+            fix = "give it the same optimizer and parameters on every rank, and load_states on every rank."
+            fact = "ranks disagree on who updates which elements."
+            raise MismatchError(message(fact, operation="ShardedTrainer", details=details, fix=fix, **where))
+        self._kvstore_hvd_shares.update(shares)
+        self._loads = loads
+        for key, each in new:
+            first, end = self._own(key)
+            if key in self.states and end - first < each.size:
                 state = self.states.pop(key)
-                if end - first == each.size:
-                    self.states[key] = state
-                elif end > first:
+                if end > first:
                     self.states[key] = _each_array(state, lambda x: _part(x, first, end).copy())  # noqa: B023 - at once
 
     def _own(self, key: Any) -> tuple[int, int]:
@@ -225,7 +261,6 @@ class ShardedUpdater(mx.optimizer.Updater):
             max(counts),
             end - first,
             [(rank, 0, counts[rank] * unit, bounds[rank] * unit) for rank in others],
-            _SHARES | zlib.crc32(repr(bounds).encode()),
             -key,
         )
         return _Prepared(weight, gradient, own, exchange, whole)
@@ -233,6 +268,16 @@ class ShardedUpdater(mx.optimizer.Updater):
     @property
     def _store(self) -> Any:
         return self._trainer._kvstore_params["kvstore"]
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in _ENTANGLED and _is_of_mxnet(kind):
+            _refuse(f"{kind.__name__} updates no parameter alone.", _OTHER)
+
+
+def _is_of_mxnet(kind: type) -> bool:
+    return kind.__module__.startswith("mxnet.optimizer.")
 
 
 def _counts(bounds: Sequence[int]) -> list[int]:
@@ -249,6 +294,13 @@ def _each_array(state: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(state, (tuple, list)):
         return type(state)([_each_array(each, change) for each in state])
     return change(state) if hasattr(state, "asnumpy") else state
+
+
+def _arrays_of(state: Any) -> list[Any]:
+    """The arrays in a state of an optimizer."""
+    found: list[Any] = []
+    _each_array(state, found.append)
+    return found
 
 
 def _joined(pieces: Sequence[Any], shape: tuple[int, ...]) -> Any:

@@ -92,6 +92,14 @@ def store_in(trainer: Any) -> Any:
     return store
 
 
+def start(trainer: Any) -> None:
+    """Make a Trainer's store and broadcast parameters, as its first step does."""
+    if not trainer._kv_initialized:
+        trainer._init_kvstore()
+    if trainer._params_to_init:
+        trainer._init_params()
+
+
 # -- What a Trainer exchanges ---------------------------------------------------------------------------------------
 
 

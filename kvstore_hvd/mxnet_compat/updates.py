@@ -87,8 +87,8 @@ def _read_call(
     **shared: Any,
 ) -> Optional[tuple[list[int], list[tuple[float, ...]], bool, int]]:
     """Arrays and numbers of a call of MXNet's operator; None if it is one that only MXNet understands."""
-    for key in ("lazy_update", "num_weights", "num_tensors", "size"):  # of no meaning for dense arrays, or known
-        shared.pop(key, None)
+    shared.pop("lazy_update", None)  # of no meaning for dense arrays
+    told = [shared.pop(key) for key in ("num_weights", "num_tensors", "size") if key in shared] or [1]
     states, is_mixed, scale = _OPERATORS[name].states, "mp_" in name, 0
     try:
         if _has_lists(name):
@@ -106,8 +106,10 @@ def _read_call(
     except (AttributeError, KeyError, TypeError):
         return None
     stride = 2 + states + is_mixed
+    is_counted = not name.startswith("multi_") or _has_lists(name) or told == [len(out)]
     is_in_place = 0 < len(out) == len(how) and all(one is other for one, other in zip(out, arrays[::stride]))
-    is_usual = is_usual and is_in_place and len(handles) == stride * len(how) and not any(map(math.isnan, numbers))
+    is_whole = is_counted and is_in_place and len(handles) == stride * len(how)
+    is_usual = is_usual and is_whole and not any(map(math.isnan, numbers))
     return (handles, how, is_mixed, scale) if is_usual else None
 
 

@@ -302,19 +302,17 @@ void bind_mxnet(py::module_& module) {
           "exchange",
           [](MXNetAdapter& adapter, const std::string& name, const std::string& label, Address source, Address target,
              std::size_t count, std::size_t contributed,
-             const std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>& parts, std::uint64_t group,
-             int priority) {
+             const std::vector<std::tuple<int, std::size_t, std::size_t, std::size_t>>& parts, int priority) {
             Request request = request_of(name, label, priority);
             request.collective = Collective::kExchange;
             request.count = count;
             request.shape = {static_cast<std::int64_t>(count)};
             request.contributed = contributed;
-            request.group = group;
             for (const auto& [rank, from, bytes, to] : parts) request.parts.push_back({rank, from, bytes, to});
             check(adapter.push(std::move(request), {handle(source)}, {handle(target)}, {}));
           },
           py::arg("name"), py::arg("label"), py::arg("source"), py::arg("target"), py::arg("count"),
-          py::arg("contributed"), py::arg("parts"), py::arg("group"), py::arg("priority"), WithoutGil())
+          py::arg("contributed"), py::arg("parts"), py::arg("priority"), WithoutGil())
       .def(
           "await_turn",
           [](MXNetAdapter& adapter, const std::string& name) {

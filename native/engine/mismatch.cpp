@@ -1,4 +1,5 @@
 // What to tell the user when ranks disagree about an operation.
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <functional>
@@ -40,16 +41,6 @@ std::string states(std::uint64_t group) {
   return text;
 }
 
-// The upper half of a group that is a checksum of how ranks share a parameter: "shar".
-constexpr std::uint64_t kShares = 0x73686172;
-
-std::string shares(std::uint64_t group) {
-  if (group >> 32 != kShares) return "none";
-  char text[16];
-  std::snprintf(text, sizeof(text), "%08x", static_cast<unsigned>(group & 0xFFFFFFFF));
-  return text;
-}
-
 struct Aspect {
   const char* name;
   const char* fix;
@@ -66,9 +57,6 @@ const std::vector<Aspect>& aspects() {
       {"the states of the optimizer",
        "call hvd.broadcast_trainer_states(trainer) after load_states on one rank, or load_states on every rank.",
        [](World&, const Signature& s) { return states(s.group); }},
-      {"who updates which elements (a checksum)",
-       "give the ShardedTrainer the same optimizer and parameters on every rank, and load_states on every rank.",
-       [](World&, const Signature& s) { return shares(s.group); }},
       {"dtype", "use the same dtype on every rank.",
        [](World&, const Signature& s) { return std::string(name_of(s.dtype)); }},
       {"the kind of memory", "keep the array on the same kind of device on every rank.",
@@ -131,8 +119,15 @@ Disagreement describe_disagreement(World& world, const std::vector<AnnouncedBy>&
               announcement.note;
   }
   if (failed.empty()) return {ErrorCode::kMismatch, describe_mismatch(world, announced)};
-  return {ErrorCode::kInputFailed,
-          failed + "\n  Nothing was changed on the other ranks. Fix: see the error of that rank."};
+  // An exchange of what a ShardedTrainer has updated in place.
+  const bool is_update = std::any_of(announced.begin(), announced.end(), [](const AnnouncedBy& one) {
+    return one.announcement.signature.collective == Collective::kExchange && one.announcement.of_parameter != 0;
+  });
+  const char* const end = is_update
+                              ? "Parameters are undefined from this step on. Fix: see the error of that rank, load a "
+                                "checkpoint; workers without input need kvstore_hvd.Join."
+                              : "Nothing was changed on the other ranks. Fix: see the error of that rank.";
+  return {ErrorCode::kInputFailed, failed + "\n  " + end};
 }
 
 }  // namespace kvstore_hvd

@@ -15,6 +15,7 @@ namespace {
 
 // Up to here, times the other hosts, a hop less is worth more than the bytes.
 constexpr std::uint64_t kWhole = std::uint64_t{128} << 10;
+constexpr char kReceipt = 0;
 constexpr std::uint64_t kLine = 64;  // slices are whole lines, as pieces begin at one, so that no element is cut
 
 }  // namespace
@@ -112,6 +113,7 @@ char* LinkChunks::partial_of(const Chunk& chunk, int host) {
 void LinkChunks::receive(Chunk& chunk) {
   const Bytes own = slice_of(chunk, world_.host);
   to_others([&](int host) {
+    if (is_broadcast(chunk) && moves(chunk, world_.host)) receive_from(host, kResults, &receipt_, 1, chunk.results);
     if (!moves(chunk, host)) return;
     const std::uint64_t count = is_sum(chunk) ? own.count : place_of(chunk, host).count;
     char* const to = is_sum(chunk) ? partial_of(chunk, host) : memory(chunk) + place_of(chunk, host).begin;
@@ -164,6 +166,11 @@ void LinkChunks::sum(Chunk& chunk) {
   to_others([&](int host) { send_to(host, kResults, result + own.begin, own.count, chunk); });
 }
 
+void LinkChunks::acknowledge(Chunk& chunk) {
+  const int root = world_.member(chunk.entry.root).host;
+  if (root != world_.host && moves(chunk, root)) send_to(root, kResults, &kReceipt, 1, chunk);
+}
+
 bool LinkChunks::test_sends(Chunk& chunk) {
   const auto is_over = [this](Message& one) { return transport_.test(one.transfer); };
   chunk.sends.erase(std::remove_if(chunk.sends.begin(), chunk.sends.end(), is_over), chunk.sends.end());
@@ -207,12 +214,14 @@ bool LinkChunks::progress(bool tells) {
     }
     if (summed_ == chunk.index && sent_ > chunk.index && chunk.partials.empty()) {
       if (is_sum(chunk)) sum(chunk);
+      if (is_broadcast(chunk)) acknowledge(chunk);
       ++summed_;
       moved = true;
     }
     // An array is its rank's again once that is told.
     const bool is_sent = chunk.array == nullptr || chunk.sends.empty();
-    if (tells && told_ == chunk.index && summed_ > chunk.index && chunk.results.empty() && is_sent) {
+    const bool has_results = chunk.results.empty() || is_broadcast(chunk);
+    if (tells && told_ == chunk.index && summed_ > chunk.index && has_results && is_sent) {
       ++told_;
       moved = true;
       if (chunk.entry.algorithm != Algorithm::kFail) ++arrived_;
@@ -224,7 +233,8 @@ bool LinkChunks::progress(bool tells) {
   }
   while (!chunks_.empty()) {
     const Chunk& first = chunks_.front();
-    if (told_ <= first.index || !first.sends.empty() || !all_ranks(&RankState::collected, first.index)) break;
+    if (told_ <= first.index || !first.sends.empty() || !first.results.empty()) break;
+    if (!all_ranks(&RankState::collected, first.index)) break;
     chunks_.pop_front();
     moved = true;
   }

@@ -10,7 +10,8 @@
 // (Arena::isolate()), as it does before operations of a lost world fail.
 //
 // Up to kLinkSlots chunks are under way: while one crosses the network, the ranks reduce the next, and copy the one
-// before. Receives are posted before an entry is published, so that no message comes before its receive.
+// before. Receives are posted before an entry is published, so that no message comes before its receive. The root's
+// host keeps a chunk of a broadcast until the other hosts have acknowledged it: it waits for nothing else of theirs.
 #pragma once
 
 #include <deque>
@@ -71,6 +72,7 @@ class LinkChunks {
 
   bool all_ranks(Flag RankState::* flag, std::uint64_t index);
   bool is_sum(const Chunk& chunk) const { return chunk.entry.algorithm == Algorithm::kLinkSum; }
+  bool is_broadcast(const Chunk& chunk) const { return chunk.entry.algorithm == Algorithm::kLinkBroadcast; }
   bool moves(const Chunk& chunk, int host) const;
   char* memory(const Chunk& chunk) { return world_.link_memory(chunk.index); }
   // The sum of this host's ranks, and the result.
@@ -88,6 +90,7 @@ class LinkChunks {
   void receive(Chunk& chunk);
   void send(Chunk& chunk);
   void sum(Chunk& chunk);
+  void acknowledge(Chunk& chunk);
   void receive_from(int host, int tag, char* to, std::uint64_t bytes, std::vector<Message>& messages);
   void send_to(int host, int tag, const char* data, std::uint64_t bytes, Chunk& chunk);
   // Drops messages that are over; returns whether all are.
@@ -108,6 +111,7 @@ class LinkChunks {
   std::vector<std::uint64_t> places_;  // by host: of its first rank, see Member::position; and the number of all ranks
   std::deque<Chunk> chunks_;           // in order, of consecutive numbers
   std::vector<char> received_;         // by host
+  char receipt_ = 0;                   // what others acknowledge chunks with
   bool is_closed_ = false;
 };
 

@@ -29,7 +29,7 @@ inline __attribute__((always_inline)) void update_element(const Hyperparameters&
     return mean / (__builtin_sqrtf(variance) + how.epsilon) + decay;
   };
   if constexpr (kRule == Rule::kSgd1) w = (1.F - lr_wd) * w - step;
-  if constexpr (kRule == Rule::kMultiSgd1) w = w + (-(lr_wd * w) - step);
+  if constexpr (kRule == Rule::kMultiSgd1) w = w + (0.F - lr_wd * w - step);
   if constexpr (kRule == Rule::kSgd2) w = w - how.lr * decayed;
   if constexpr (kRule == Rule::kMomentum1) {
     m = how.momentum * m - lr_wd * w - step;

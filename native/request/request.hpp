@@ -43,7 +43,6 @@ struct Request {
   bool as_half = false;  // allreduce only: see Reduction
   int root = 0;          // broadcast only
   // Allreduce: a hash of the arrays that are reduced together, all of which fail when ranks disagree about one.
-  // Exchange: a hash of the shares of a parameter, see mismatch.cpp; or 0.
   std::uint64_t group = 0;
   // Exchange: the parts that this rank takes. Reduce-scatter: the one part of the result that it receives. One input
   // and one output then; no part is written where the input is read.

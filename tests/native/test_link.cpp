@@ -78,6 +78,33 @@ const bool late = testing::add("a result that comes after its sum has failed cha
   with_hosts({{0}, {1}}, body, std::chrono::seconds(5), std::size_t{16} << 20, {}, {}, watch);
 });
 
+// Over TCP what runs ahead of its receives would have to be kept.
+const bool ahead = testing::add("a host that broadcasts goes no further than the others can take", [] {
+  constexpr std::size_t kCount = std::size_t{4} << 20;  // twice as many chunks as may be under way
+  std::atomic<bool> is_held{false}, is_checked{false};
+  const auto body = [&](Engine& engine, int rank) {
+    while (!is_held) std::this_thread::yield();
+    std::vector<float> data(kCount, static_cast<float>(5 - rank));
+    Request request = allreduce("x", data);
+    request.collective = Collective::kBroadcast;
+    request.root = 0;
+    const auto work = engine.submit(std::move(request));
+    if (rank == 0) {
+      check(!engine.wait(*work, std::chrono::milliseconds(300)), "all is sent, and nothing has been acknowledged");
+      is_checked = true;
+    }
+    check(engine.wait(*work).ok(), work->status().text());
+    check(std::count(data.begin(), data.end(), 5.0F) == kCount, "values");
+  };
+  const auto watch = [&](MemoryNetwork& network) {
+    network.hold(kResults);
+    is_held = true;
+    while (!is_checked) std::this_thread::yield();
+    network.resume();
+  };
+  with_hosts({{0}, {1}}, body, std::chrono::seconds(60), 0, {}, {}, watch);
+});
+
 const bool again = testing::add("an array may be changed as soon as its sum is there, and what follows it stays", [] {
   constexpr std::size_t kCount = 100003, kMore = 13;
   const auto body = [&](Engine& engine, int rank) {

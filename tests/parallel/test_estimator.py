@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import kvstore_hvd.mxnet as hvd
-from kvstore_hvd.errors import MismatchError
+from kvstore_hvd.errors import InvalidRequestError, MismatchError
 from support.gluon import is_mxnet_2
 
 mx = pytest.importorskip("mxnet")
@@ -88,17 +88,23 @@ def test_a_training(rank, size, kind):
 
 
 @pytest.mark.sizes
-@pytest.mark.parametrize("constant", [False, True])
-def test_a_step_is_that_of_one_process(rank, size, constant):
+@pytest.mark.parametrize("batches", ["equal", "constant", "own"])
+def test_a_step_is_that_of_one_process(rank, size, batches):
     """A store sums, a DistributedTrainer averages: both divide by the samples of all workers. Also where a batch is
-    constant: workers have shares of other sizes, and the last batch has fewer samples."""
-    dataset = data_of(14 if constant else 4 * size)
-    loader = loader_of(dataset)
-    if constant:
-        batches = hvd.DistributedBatchSampler(len(dataset), 10, shuffle=False)
-        loader = gluon.data.DataLoader(dataset, batch_sampler=batches)
+    constant: workers have shares of other sizes, and the last batch has fewer samples; or where a program chooses
+    batches of other sizes on each worker."""
+    count = {"equal": 4, "constant": 14, "own": 8}[batches]
+    dataset = data_of(count if batches == "constant" else count * size)
+    loader, parts = loader_of(dataset), [slice(None)]
+    if batches == "constant":
+        sampler = hvd.DistributedBatchSampler(len(dataset), 10, shuffle=False)
+        loader, parts = gluon.data.DataLoader(dataset, batch_sampler=sampler), [slice(10), slice(10, None)]
+    elif batches == "own":
+        halves = [np.split(np.arange(8 * r, 8 * r + 8), [2 if r % 2 else 6]) for r in range(size)]
+        loader = gluon.data.DataLoader(dataset, batch_sampler=[each.tolist() for each in halves[rank]])
+        parts = [np.concatenate(step) for step in zip(*halves)]
     expected, bias = np.zeros(6), 0.0
-    for part in (slice(10), slice(10, None)) if constant else (slice(None),):
+    for part in parts:
         values, labels = (each[part] for each in dataset._data)
         errors = values @ expected + bias - labels
         expected, bias = expected - (errors[:, None] * values).mean(axis=0), bias - errors.mean()
@@ -106,9 +112,45 @@ def test_a_step_is_that_of_one_process(rank, size, constant):
         net = gluon.nn.Dense(1, in_units=6)
         net.initialize(mx.init.Zero())
         estimator = estimator_of(kind, rate=1.0, net=net, loss=gluon.loss.L2Loss())
-        estimator.fit(loader, epochs=1, event_handlers=[] if constant else library.GradientUpdateHandler())
+        estimator.fit(loader, epochs=1, event_handlers=library.GradientUpdateHandler() if batches == "equal" else [])
         np.testing.assert_allclose(net.weight.data().asnumpy()[0], expected, rtol=1e-4, atol=1e-6)
         assert_equal_everywhere(estimator)
+
+
+def test_shares_that_no_loader_takes_are_refused(size):
+    dataset = data_of(2 * size + 1)
+    sampler = hvd.DistributedBatchSampler(len(dataset), size, shuffle=False)
+    if size > 1:
+        with pytest.raises(InvalidRequestError, match=f"the last batch has 1 samples for {size} workers"):
+            estimator_of().fit(gluon.data.DataLoader(dataset, batch_sampler=sampler), epochs=1)
+
+
+def test_batches_begin_with_the_statistics_of_rank_0(rank, size):
+    """As with one worker, each batch moves running statistics from there, the first one of a `fit` too."""
+    net, norm = gluon.nn.HybridSequential(), gluon.nn.BatchNorm(in_channels=6, momentum=0.5)
+    net.add(norm, gluon.nn.Dense(1, in_units=6))
+    net.initialize()
+    norm.running_mean.set_data(norm.running_mean.data() + rank)
+    dataset = data_of(BATCH * size)
+    estimator_of(net=net, loss=gluon.loss.L2Loss(), rate=0.0).fit(loader_of(dataset), epochs=1)
+    means = [dataset._data[0][r::size].mean(axis=0) for r in range(size)]
+    np.testing.assert_allclose(norm.running_mean.data().asnumpy(), np.mean(means, axis=0) / 2, rtol=1e-4, atol=1e-6)
+
+
+def test_the_best_is_that_of_a_metric_of_all_workers(rank, size, tmp_path):
+    """Also where a handler of the program updates it, and where it is seen on some workers only."""
+    own = metric.Loss("own")
+
+    class Own(library.EpochEnd):
+        priority = -1
+
+        def epoch_end(self, estimator, *args, **kwargs):
+            if rank == 0:
+                own.update(None, [(mx.np if is_mxnet_2() else mx.nd).ones(1)])
+
+    best = library.CheckpointHandler(str(tmp_path), monitor=own, save_best=True, mode="max")
+    estimator_of().fit(loader_of(data_of(SAMPLES)), epochs=2, event_handlers=[Own(), best])
+    assert hvd.allgather_object(best.best) == [1.0] * size
 
 
 def test_epochs_have_orders_of_their_own(rank, size):
@@ -184,11 +226,12 @@ def test_rank_0_writes_checkpoints_and_all_resume(rank, size, kind, shared, tmp_
     loader = loader_of(data_of(SAMPLES))
     again.fit(loader, epochs=5, event_handlers=[*handlers, stop])
     again.fit(loader, epochs=0)  # nothing is left
-    assert loader._batch_sampler._sampler.epoch == 5
-    assert stop.epochs == 2
+    again.fit(loader, epochs=6, event_handlers=[library.CheckpointHandler(folder, resume_from_checkpoint=True), stop])
+    assert loader._batch_sampler._sampler.epoch == 6
+    assert stop.epochs == 3
     assert_equal_everywhere(again)
     assert any(each.any() for each in values_of(again))
-    assert again.trainer.optimizer.num_update == 5 * -(-SAMPLES // size // BATCH)
+    assert again.trainer.optimizer.num_update == 6 * -(-SAMPLES // size // BATCH)
 
 
 @pytest.mark.parametrize("verbose", [False, True])
@@ -199,7 +242,10 @@ def test_rank_0_logs(rank, size, verbose):
     assert bool(seen) == (verbose or rank == 0)
 
 
-@pytest.mark.parametrize("what", ["batches in an epoch", "samples in an epoch", "epochs", "handlers", "metrics"])
+WHAT = ["batches in an epoch", "samples in an epoch", "epochs", "epochs, none", "handlers", "metrics"]
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_workers_that_differ(rank, size, what):
     """All of them are told who has what, before the first step."""
     if size == 1:
@@ -211,6 +257,8 @@ def test_workers_that_differ(rank, size, what):
     estimator = estimator_of(train_metrics=metrics)
     before = values_of(estimator)
     handlers = [Stop()] if is_odd and what == "handlers" else []
+    epochs = {"epochs": 3, "epochs, none": 0}.get(what, 2) if is_odd else 2
+    what = what.partition(",")[0]
     with pytest.raises(MismatchError, match=f"fit: workers have different {what}.(\n|.)*rank {size - 1}: "):
-        estimator.fit(loader_of(dataset), epochs=3 if is_odd and what == "epochs" else 2, event_handlers=handlers)
+        estimator.fit(loader_of(dataset), epochs=epochs, event_handlers=handlers)
     assert all((one == other).all() for one, other in zip(before, values_of(estimator)))

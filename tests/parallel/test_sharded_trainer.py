@@ -75,7 +75,7 @@ def test_rates_of_a_schedule_where_parameters_have_other_counts(small_cuts, opti
 
 
 class RowMeans(mx.optimizer.Optimizer):
-    """Of a program: looks at the shape of a weight, and keeps a state of another one."""
+    """Of a program: looks at the shape of a weight, keeps a state of another one, and counts after it has its rate."""
 
     def create_state(self, index, weight):
         return mx.nd.zeros(1)
@@ -83,12 +83,13 @@ class RowMeans(mx.optimizer.Optimizer):
     def update(self, index, weight, grad, state):
         several = isinstance(index, (list, tuple))
         for i, w, g, s in zip(index, weight, grad, state) if several else [(index, weight, grad, state)]:
+            rate = self._get_lr(i)
             self._update_count(i)
             weights, gradients = w.as_nd_ndarray(), g.as_nd_ndarray()
             if weights.ndim > 1:
                 gradients = gradients - gradients.mean(axis=1, keepdims=True)
             s[:] = s + 1
-            weights[:] = weights - self._get_lr(i) * gradients * s
+            weights[:] = weights - rate * gradients * s
 
     update_multi_precision = step = update
 
@@ -97,7 +98,8 @@ def test_an_optimizer_that_looks_at_whole_parameters(tmp_path):
     values = []
     for kind in ("DistributedTrainer", "ShardedTrainer"):
         net = mlp(seed=5)
-        trainer = getattr(hvd, kind)(net.collect_params(), RowMeans(learning_rate=0.1))
+        schedule = mx.lr_scheduler.FactorScheduler(1, 0.7, base_lr=0.1)
+        trainer = getattr(hvd, kind)(net.collect_params(), RowMeans(learning_rate=0.1, lr_scheduler=schedule))
         for step in range(4):
             train(net, trainer, batch_of(step))
             if step == 1:
@@ -158,23 +160,55 @@ def test_another_place_in_the_world_is_refused(small_cuts, size):
 
 @pytest.mark.needs(2)
 def test_workers_that_share_out_differently_are_told(rank):
+    """Before anything is changed, and steps go on with the same ones."""
     net = mlp(seed=5)
+    before = weights(net)
+    trainer = trainer_of("ShardedTrainer", net, "sgd" if rank == 0 else "lamb", learning_rate=0.1)
+    with pytest.raises(MismatchError, match=r"(?s)who updates which elements.*rank 0: SGD, .*rank 1: LAMB, "):
+        train(net, trainer, batch_of(1))
+    for mine, theirs in zip(weights(net), before):
+        np.testing.assert_array_equal(mine, theirs)
+    train(net, trainer_of("ShardedTrainer", net), batch_of(1))
+    assert_equal_on_all_ranks(weights(net)[0], "weights")
+
+
+@pytest.mark.needs(2)
+def test_states_of_another_network_are_refused(tmp_path):
+    path, nets = str(tmp_path / "states"), [network(mx.gluon.nn.Dense(50, in_units=units)) for units in (80, 70)]
+    data = [(array(np.ones((4, units), "float32")), array(np.ones((4, 50), "float32"))) for units in (80, 70)]
+    train(nets[0], mine := trainer_of("DistributedTrainer", nets[0]), data[0])
+    mine.save_states(path)
+    trainer = trainer_of("ShardedTrainer", nets[1])
+    trainer.load_states(path)
+    before = weights(nets[1])
+    with pytest.raises(InvalidRequestError, match=r"(?s)states are those of other.*rank 0: .*\(50, 70\).*\(50, 80\)"):
+        train(nets[1], trainer, data[1])
+    for now, then in zip(weights(nets[1]), before):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_entangled_optimizers_are_refused(tmp_path):
+    class Mine(mx.optimizer.Nadam):
+        pass
+
+    class Counting(RowMeans):
+        def update(self, index, weight, grad, state):
+            self._update_count("all")
+
+        update_multi_precision = step = update
+
+    path, net = str(tmp_path / "states"), mlp(seed=5)
+    with pytest.raises(InvalidRequestError, match="Nadam updates no parameter alone"):
+        hvd.ShardedTrainer(net.collect_params(), Mine())
+    train(net, other := trainer_of("DistributedTrainer", net, "nadam", learning_rate=0.1), batch_of(1))
+    other.save_states(path)
     trainer = trainer_of("ShardedTrainer", net)
+    with pytest.raises(InvalidRequestError, match="Nadam updates no parameter alone"):
+        trainer.load_states(path)
     train(net, trainer, batch_of(1))
-    weights(net)
-    updater = trainer._updaters[0]
-    if rank == 0:
-        bounds = updater._kvstore_hvd_shares[0]
-        count = bounds[-1]
-        owner = 0 if bounds[1] == 0 else 1  # another one
-        updater._kvstore_hvd_shares[0] = [0] * (owner + 1) + [count] * (len(bounds) - 1 - owner)
-        updater._prepared.clear()
-    with pytest.raises(MismatchError, match=r"(?s)who updates which elements.*rank 0    [0-9a-f]{8}: rank"):
-        train(net, trainer, batch_of(2))
-        weights(net)
-    member = process.current().member
-    member.drain()
-    member.forget_unread(lambda error: isinstance(error, MismatchError))
+    if process.current().topology.size > 1:
+        with pytest.raises(InvalidRequestError, match="counts updates of 'all'"):
+            train(net, hvd.ShardedTrainer(net.collect_params(), Counting()), batch_of(1))
 
 
 def test_an_exhausted_worker_updates_its_share(small_cuts, rank):

@@ -43,6 +43,8 @@ def drawn(rank, scale=1.0):
     [
         ("store", "float32", 1.0),
         ("DistributedTrainer", "float16", 1.0),
+        ("DistributedTrainer", "float16", 200.0),  # whose squares are no halves
+        ("DistributedTrainer", "float16", 1e-3),
         ("DistributedTrainer", "float32", 1e-3),  # below the threshold
         ("ShardedTrainer", "float32", 1.0),
     ],

@@ -359,7 +359,8 @@ def test_an_optimizer_that_cannot_be_written(tmp_path):
         state.save(tmp_path / "state")
 
 
-def test_random_numbers_are_those_of_the_commit():
+@pytest.mark.parametrize("keep", ["commit", "save"])
+def test_random_numbers_are_those_of_the_commit(keep):
     """Whatever was drawn, and whether the state was restored in between; another seed has others."""
 
     def drawn():
@@ -373,7 +374,7 @@ def test_random_numbers_are_those_of_the_commit():
                 drawn()
                 state.restore()
             seen.append(drawn())
-            state.commit()
+            getattr(state, keep)()
         runs.append(seen)
     assert runs[0] == runs[1]
     assert not set(runs[0]) & set(runs[2])

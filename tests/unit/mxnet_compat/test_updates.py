@@ -169,6 +169,9 @@ def test_what_only_mxnet_understands_is_left_to_it(calls):
         update(weight, ones(1, 3), out=weight, lr=0.5)
     with pytest.raises(mx.base.MXNetError, match="lr"):
         update(weight, ones(3), out=weight)
+    with pytest.raises(mx.base.MXNetError):  # of one weight
+        both = ones(3), ones(3)
+        OWNERS[1 if V2 else 0].multi_sgd_update(*both, *both, out=list(both), lrs=(0.5, 0.5), wds=(0, 0))
     calls.ours.clear()
     update(usual, ones(3), out=usual, lr=0.5, clip_gradient=1)
     with pytest.raises(mx.base.MXNetError, match="clip_gradient"):
