@@ -9,8 +9,9 @@
 namespace kvstore_hvd {
 namespace {
 
-// See submit_and_linger and wait_briefly.
-constexpr std::chrono::microseconds kLinger{60};
+// See submit_and_linger and wait_briefly. For longer than a sleeper takes to wake up beside other processes: otherwise
+// ranks sleep in turn, and every operation costs a wake-up.
+constexpr std::chrono::microseconds kLinger{200};
 constexpr std::chrono::microseconds kBriefly{5};
 // How long a rank that leaves waits for the devices of the others: for kernels that run.
 constexpr std::chrono::seconds kDevicesLeave{2};
