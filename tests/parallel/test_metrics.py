@@ -206,15 +206,15 @@ def test_a_metric_uses_the_objects_of_the_program(rank, size):
         def value(self, label, pred):
             return self.weight * float(pred.sum()), 1
 
-    weighted = Weighted()
-    weighted.lock = threading.Lock()
-    metrics = hvd.DistributedMetric([weighted.value, library.Loss()])
-    weighted.weight = 2
+    weighted, locked = Weighted(), Weighted()
+    locked.lock = threading.Lock()
+    metrics = hvd.DistributedMetric([weighted.value, locked.value, library.Loss()])
+    weighted.weight = locked.weight = 2
     values = (mx.np if is_mxnet_2() else mx.nd).array([rank + 1.0])
     metrics.update([values], [values])
     mean = (size + 1) / 2
-    assert metrics.get()[1] == [2 * mean, mean]
-    assert metrics.get_metric(1).get()[1] == mean
+    assert metrics.get()[1] == [2 * mean, 2 * mean, mean]
+    assert metrics.get_metric(2).get()[1] == mean
 
 
 def test_other_metrics_on_one_worker(rank, size):
