@@ -16,6 +16,7 @@ from typing import NoReturn
 from kvstore_hvd import __version__
 from kvstore_hvd.config import KNOBS, Config, config, environment
 from kvstore_hvd.errors import ConfigError, KVHvdError, LaunchError, message, printable
+from kvstore_hvd.launch import horovodrun
 from kvstore_hvd.launch.daemons import HostDiscoveryScript
 from kvstore_hvd.launch.driver import Driver, Plan
 from kvstore_hvd.launch.hosts import (
@@ -121,9 +122,12 @@ def _parser() -> _Parser:
     add("-h", "--help", action="help", help="show this text and exit")
     add("-np", "--num-proc", "-n", metavar="N", type=count, help="number of workers")
     add("-H", "--hosts", metavar="HOST:N,...", help="where they run [localhost:N]")
-    add("--hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line")
+    add("--hostfile", "-hostfile", metavar="FILE", help="the same from a file, one 'host slots=N' or 'host:N' a line")
     add("--rsh-command", metavar="CMD", help="runs a command on another host: CMD HOST COMMAND [ssh]")
-    add("--network-interfaces", metavar="NAME,...", help="those between hosts: eth0 or 10.0.0.0/8")
+    add("-p", "--ssh-port", metavar="PORT", type=count, help="of the other hosts' ssh")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="for ssh")
+    names = "--network-interfaces", "--network-interface"
+    add(*names, metavar="NAME,...", help="those between hosts: eth0 or 10.0.0.0/8")
     add("-x", metavar="NAME[=VALUE]", action="append", default=[], help="set a variable of all workers, or send it")
     add("-m", "--module", action="store_true", help="the command is a module: as `python -m command`")
     add("--as-horovod", action="store_true", help="let `import horovod.mxnet` find kvstore_hvd")
@@ -135,7 +139,8 @@ def _parser() -> _Parser:
     add("--output-filename", metavar="DIR", help="also keep all output: DIR/rank.N/stdout and DIR/rank.N/stderr")
     add("--ranks", metavar="RANK,...", type=ranks, help="show what these ranks write only")
     add("--no-prefix", action="store_true", help="do not put '[rank] ' before lines of output")
-    add("--timestamps", action="store_true", help="put the time before lines of output")
+    prefix = "-prefix-timestamp", "--prefix-output-with-timestamp"  # of horovodrun
+    add("--timestamps", *prefix, action="store_true", help="put the time before lines of output")
     add("--bind-cores", action="store_true", help="pin each worker to its share of the cores")
     add("-v", "--verbose", action="store_true", help="say what is started, and how it ended")
     add("-cb", "--check-build", action="store_true", help="show installed components and exit")
@@ -152,6 +157,7 @@ def _parser() -> _Parser:
     pair = {"metavar": ("LOWER", "UPPER"), "nargs": 2, "type": _seconds}
     add("--blacklist-cooldown-range", help=cooldown, **pair)  # type: ignore[arg-type]
     add("--event-log", metavar="FILE", help="write what happens to a file, one JSON object a line")
+    horovodrun.add_options(add)
     add = parser.add_argument_group("program").add_argument
     add("command", nargs=argparse.REMAINDER, help="the program of every worker, and its arguments")
     return parser
@@ -175,7 +181,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         if are_named and action is not None and action.dest in _HOSTS:
             continue
         if action is not None and action.nargs == 0 and text.lower() in _FLAGS:
-            words += [option] * _FLAGS[text.lower()]
+            no = f"--no-{option[2:]}"
+            words += [option] * _FLAGS[text.lower()] or [no] * (no in parser._option_string_actions)
         elif name == "x":
             words += [word for value in values for word in ("-x", value)]
         else:
@@ -193,7 +200,8 @@ def _parsed(parser: _Parser, arguments: Sequence[str], where: str = "") -> argpa
         import difflib
 
         word = unknown[0].partition("=")[0]
-        close = difflib.get_close_matches(word, parser._option_string_actions, n=1)
+        close = [horovodrun.OTHERS[word]] if word in horovodrun.OTHERS else []
+        close = close or difflib.get_close_matches(word, parser._option_string_actions, n=1)
         fact = f"{where}{word} does not exist{f'; did you mean {close[0]}?' if close else '.'}"
         raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
     return options
@@ -209,6 +217,11 @@ def _lines_of_file(path: str) -> list[tuple[str, list[str]]]:
     try:
         with open(path, encoding="utf-8") as file:
             given = yaml.load(file, Loader=yaml.BaseLoader) or {}  # leaves texts as they are
+        for group in horovodrun.GROUPS:
+            if isinstance(given.get(group), dict):  # as in a file for horovodrun
+                given.update(horovodrun.flat(group, given.pop(group)))
+        if "controller" in given:
+            given[given.pop("controller").lower()] = "true"
         lists = {key: value if isinstance(value, list) else [value] for key, value in given.items()}
         return [(str(key), list(map(str, values))) for key, values in lists.items()]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
@@ -224,6 +237,9 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     if options.module:
         command = [sys.executable, "-m", *command]
     inherited = {name: value for name, value in environment().items() if not _OF_ONE_RANK.match(name)}
+    lines = horovodrun.apply(options.of_horovodrun or (), inherited)
+    with contextlib.suppress(OSError):
+        os.write(2, "".join(f"kvhvdrun: {line}\n" for line in lines).encode())
     inherited.update(_variables(options.x))
     file = (inherited.get("KVHVD_CHECKPOINT") or None) if options.checkpoint is None else options.checkpoint
     if file is None and options.checkpoint_every is not None:
@@ -296,6 +312,13 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         fix = f"omit hosts; for several, put the function into a script: kvhvdrun -H {others[0]}:2 python it.py"
         raise LaunchError(message(fact, fix=fix))
     way = SRUN if of_slurm and options.rsh_command is None else options.rsh_command
+    if options.ssh_port is not None or options.ssh_identity_file is not None:
+        if options.rsh_command is not None:
+            raise LaunchError(message("-p and -i are for ssh.", fix="give them to the command of --rsh-command."))
+        import shlex  # not needed on one host
+
+        given_to_ssh = (("-p", options.ssh_port), ("-i", options.ssh_identity_file))
+        way = shlex.join(["ssh", *(word for name, value in given_to_ssh if value for word in (name, str(value)))])
     shell = remote_shell(way) if others or options.host_discovery_script is not None else []
     if others and not shell:
         name = "ssh" if way is None else "srun"

@@ -13,7 +13,7 @@ import pytest
 
 from kvstore_hvd import __version__
 from kvstore_hvd.errors import LaunchError
-from kvstore_hvd.launch import command, hosts
+from kvstore_hvd.launch import command, horovodrun, hosts
 from kvstore_hvd.launch.daemons import hosts_of_script
 from kvstore_hvd.launch.hosts import hosts_of_allocation, is_here, machine_of, shell_command, slots_of, travelling
 from kvstore_hvd.launch.processes import share_of_cores
@@ -46,7 +46,10 @@ REFUSED = [
     (["-np", "1", "--timeline-filename", "/no/t.json", "true"], "--timeline-filename: there is no folder '/no'."),
     (["-np", "0", "true"], "argument -np/--num-proc/-n: '0' is not a whole number of at least 1."),
     (["--ouput-filename", "x", "-np", "2", "true"], "--ouput-filename does not exist; did you mean --output-"),
-    (["--np", "2", "true"], "--np does not exist; did you mean -np?\n  Fix: "),
+    (["--np", "2", "true"], "--np does not exist; did you mean -np N?\n  Fix: "),
+    (["--nnodes=2", "true"], "--nnodes does not exist; did you mean -H HOST:N,...?\n  Fix: "),
+    (["--stall-check-warning-time-seconds", "x", "-np", "2", "true"], "-seconds: 'x' is not a number of seconds"),
+    (["-H", "node1", "-p", "22", "--rsh-command", "env", "true"], "-p and -i are for ssh.\n  Fix: "),
     (["-np", "3", "-H", "localhost:2", "true"], "3 workers are needed, but the hosts have 2 slots"),
     (["-H", "localhost:0", "true"], "'localhost:0': a host takes at least 1 worker"),
     (["-H", "localhost:2,LOCALHOST:1", "true"], "the host 'localhost' is named twice"),
@@ -217,6 +220,47 @@ def test_options_of_a_file(config_file, monkeypatch, tmp_path):
     assert (settings.min_np, settings.max_np, settings.reset_limit, settings.cooldown) == (1, 3, 9, (5.0, 5.0))
 
 
+HOROVODS_FILE = """
+verbose: true
+controller: mpi
+params: {fusion_threshold_mb: 32, cycle_time_ms: 5, hierarchical_allreduce: false}
+autotune: {enabled: true, log_file: horovod_autotune_log.txt}
+timeline: {filename: DYNAMIC, mark_cycles: true}
+stall_check: {enabled: false, warning_time_seconds: 120}
+library_options: {mpi_threads_disable: false, num_nccl_streams: 2}
+logging: {level: INFO, with_timestamp: false}
+"""
+
+
+def test_a_file_of_horovodrun(config_file, capfd):
+    made = plan("--config-file", config_file(HOROVODS_FILE), "-np", "2", "--stall-check", "true")
+    names = "TIMELINE", "TIMELINE_MARK_CYCLES", "STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS", "LOG_LEVEL"
+    assert [made.environment[f"HOROVOD_{name}"] for name in names] == ["DYNAMIC", "1", "0", "120", "INFO"]
+    unused = "--mpi", "--fusion-threshold-mb", "--cycle-time-ms", "--no-hierarchical-allreduce", "--autotune"
+    unused += "--autotune-log-file", "--no-mpi-threads-disable", "--num-nccl-streams"
+    told = [line.split(" has no effect: ")[0] for line in capfd.readouterr().err.splitlines()]
+    assert sorted(told) == sorted(f"kvhvdrun: {name}" for name in unused)
+
+
+def test_every_option_of_horovodrun(capfd, monkeypatch):
+    page = (Path(__file__).resolve().parents[3] / "docs/migrating-from-horovod.md").read_text()
+    assert "\n".join(horovodrun.table()) in page
+    monkeypatch.setenv("KVHVD_LOG_LEVEL", "error")  # which has precedence over Horovod's
+    for option in horovodrun.OPTIONS:
+        given = [] if option.is_flag or option.value is not None else ["info" if "level" in option.name else "7"]
+        arguments = [option.name, *given, "-np", "1", "true"]
+        if option.instead:
+            with pytest.raises(LaunchError, match=f"{option.name} is for horovodrun with MPI.(\n|.)*{option.instead}"):
+                plan(*arguments)
+            continue
+        variables, told = plan(*arguments).environment, capfd.readouterr().err
+        is_set = variables.get(option.variable) == (option.value or "".join(given))
+        assert is_set != told.startswith(f"kvhvdrun: {option.name} has no effect: ")
+        assert (told.count("\n"), "KVHVD_LOG_LEVEL" in variables) == (not is_set, option.name != "--log-level")
+    for names in (["--network-interface", "lo"], ["-prefix-timestamp"], ["-hostfile", "/dev/null"]):
+        assert command._options([*names, "true"]).command == ["true"]
+
+
 def test_without_pyyaml(config_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(LaunchError, match=r"--config-file needs PyYAML, .*\n  Fix: .*kvstore-hvd\[yaml\]"):
@@ -328,6 +372,7 @@ def test_the_way_to_other_hosts(capfd, monkeypatch):
     assert (made.shell, made.hosts) == (["env"], {"node1": 2, "localhost": 1})
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}")
     assert plan("-H", "node1:2", "true").shell == ["ssh", *ssh]
+    assert plan("-H", "node1:2", "-p", "22", "-i", "a key", "true").shell == ["ssh", "-p", "22", "-i", "a key", *ssh]
     assert plan("-H", "node1:2", "--rsh-command", "/bin/ssh -v", "true").shell == ["/bin/ssh", "-v", *ssh]
     assert plan("-H", "localhost:2", "true").shell == []
     assert plan("-H", "node1:2", "--network-interfaces", "e0", "true").environment["KVHVD_NETWORK_INTERFACES"] == "e0"
