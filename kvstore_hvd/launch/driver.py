@@ -427,10 +427,12 @@ class Driver:
         if self._plan.tell is not None:
             self._plan.tell("ended", end.reason)  # the last lines of the culprit have been shown
         elif self._plan.capture or end.code > 128:  # else its words have just been shown
-            words = ""
+            words, lines = "", end.lines or ()
             if end.lines is not None and self._plan.capture:
-                words = " Its last lines on stderr:" if end.lines else " It wrote nothing to stderr."
-            self._output.say("\n    ".join((end.reason + words, *end.details, *(end.lines or ()))))
+                words = " Its last lines on stderr:" if lines else " It wrote nothing to stderr."
+            if lines and self._output.is_in_sight(end.worker):
+                words, lines = " Its last lines on stderr are above.", ()
+            self._output.say("\n    ".join((end.reason + words, *end.details, *lines)))
         return code
 
     def _note(self, note: Note) -> None:

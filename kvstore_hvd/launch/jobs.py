@@ -477,7 +477,8 @@ class Job:
             name = f"rank {culprit.id} of {self._settings.max_np} (pid {culprit.pid})"
         code = culprit.code or EXIT_FAILED
         # As a shell gives it: 128 + n when signal n killed a process.
-        return End(code if code > 0 else 128 - code, f"{before}{name} {culprit.ending}.", lines=tuple(culprit.lines))
+        reason = f"{before}{name} {culprit.ending}."
+        return End(code if code > 0 else 128 - code, reason, lines=tuple(culprit.lines), worker=culprit.id)
 
     def _meet_ranks(self, now: float) -> None:
         """In a job without replacements: send workers on several hosts their world once all its ranks are in init()."""

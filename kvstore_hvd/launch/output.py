@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -30,6 +31,7 @@ _END = re.compile(rb"\r\n|\n|\r(?!\Z)")
 _MOST_HELD = 1 << 20  # a longer line is passed on in parts
 _PROMPT_S = 0.2  # an unfinished line is shown on a terminal after this time: it may be a prompt
 _TAIL_LINES, _TAIL_BYTES = 20, 8192
+_IN_SIGHT = 40  # lines of a terminal, about
 # Python's words for an exception that it ignores, before a traceback as for any other.
 _IGNORED = b"Exception ignored in"
 _TRACE = b"Traceback (most recent call last):"
@@ -190,6 +192,8 @@ class Output:
         self._log: Sink | None = None
         self._streams: dict[tuple[int, int], LineStream] = {}
         self._tails: dict[int, Tail] = {}
+        self._lines_shown = 0
+        self._spoken: dict[int, int] = {}  # by worker: the number of its last line on stderr that was shown
         folder = options.output_filename
         if options.event_log is not None:
             self._log = Sink(_opened("--event-log", options.event_log, "file"), "the event log")
@@ -207,8 +211,19 @@ class Output:
         for fd in (1, 2):
             kept: list[_Take] = [self._tails[worker].add] if fd == 2 else []
             kept += [self._files[worker, fd].put] if self._files else []
+            kept += [functools.partial(self._count, worker, fd)] if shown else []
             stream = LineStream(self._ours[fd], prefix, *kept, timestamps=self._timestamps, shown=shown)
             self._streams[worker, fd] = stream
+
+    def _count(self, worker: int, fd: int, piece: bytes) -> None:
+        self._lines_shown += piece.count(b"\n")
+        if fd == 2:
+            self._spoken[worker] = self._lines_shown
+
+    def is_in_sight(self, worker: int) -> bool:
+        """Whether the last lines of a worker on stderr are the last ones that were shown, or not long before."""
+        is_whole = worker in self._spoken and not self._tails[worker].leaves_out
+        return is_whole and self._lines_shown - self._spoken[worker] < _IN_SIGHT
 
     def last_lines(self, worker: int) -> list[str]:
         return self._tails[worker].lines() if worker in self._tails else []
@@ -303,6 +318,7 @@ class Tail:
 
     def __init__(self) -> None:
         self._is_ignored = self._has_text = False  # within an ignored exception; its traceback is over
+        self.leaves_out = False  # ignored exceptions
         self._lines: deque[bytes] = deque(maxlen=_TAIL_LINES)
         self._part = b""
 
@@ -318,7 +334,7 @@ class Tail:
 
     def _add(self, line: bytes) -> None:
         if line.startswith(_IGNORED):
-            self._is_ignored, self._has_text = True, False
+            self._is_ignored, self._has_text, self.leaves_out = True, False, True
         elif self._is_ignored:
             self._is_ignored = not self._has_text or line.startswith(b" ")
             self._has_text = self._has_text or not (line.startswith(b" ") or line.endswith(_TRACE))

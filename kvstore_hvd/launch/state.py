@@ -76,6 +76,7 @@ class End(NamedTuple):
     reason: str = ""  # empty: the job has succeeded
     details: tuple[str, ...] = ()
     lines: tuple[str, ...] | None = None  # the last ones on stderr of the worker that is the reason
+    worker: int = -1  # that worker
     grace_s: float = 0.0  # in which workers may end by themselves
 
 

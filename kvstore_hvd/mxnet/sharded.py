@@ -27,6 +27,7 @@ _ENTANGLED = {"Nadam", "LBSGD", *(["LARS"] if mx.__version__.startswith("1.") el
 _OTHER = "use a DistributedTrainer."
 # Elements below which a parameter is not cut, and of which each share is a multiple: a cache line of float32.
 _LEAST, _UNIT = 1024, 16
+_NAME = 24  # bytes of an optimizer's name that workers compare
 
 
 class ShardedTrainer(DistributedTrainer):
@@ -211,21 +212,28 @@ class ShardedUpdater(mx.optimizer.Updater):
                 shares[key] = [0] * (owner + 1) + [each.size] * (ranks - owner)
             loads = [load + count for load, count in zip(loads, _counts(shares[key]))]
         misfits = [
-            f"parameter {key} has the shape {each.shape}, and its state {state.shape}."
-            for key, each in new
-            for state in _arrays_of(self.states.get(key))
-            if is_elementwise and state.shape != each.shape
+            place
+            for place, (key, each) in enumerate(new)
+            if is_elementwise and any(state.shape != each.shape for state in _arrays_of(self.states.get(key)))
         ]
-        told = kind.__name__, f"{zlib.crc32(repr(sorted(shares.items())).encode()):08x}", "".join(misfits[:1])
-        name = f"{self._store._namespace}.shares"
-        everybody = allgather_object(told, name, self._trainer._process_set)
-        faults = [f"rank {rank}: {misfit}" for rank, (*_, misfit) in enumerate(everybody) if misfit]
-        where = self._trainer._world.topology.prefix
+        world, told = self._trainer._world, np.zeros(2 + _NAME // 8, np.int64)
+        told[:2] = zlib.crc32(repr(sorted(shares.items())).encode()), misfits[0] if misfits else -1
+        told[2:].view(f"S{_NAME}")[:] = kind.__name__
+        world.hold_unread(1)  # it must not keep this worker from submitting what follows
+        try:
+            with world.submitting():
+                rows = world.all_rows("update", f"{self._store._namespace}.shares", "the shares of parameters", told)
+        finally:
+            world.hold_unread(-1)
+        where = world.topology.prefix
+        faults = [f"rank {rank}: parameter {new[place][0]}" for rank, place in enumerate(rows[:, 1]) if place >= 0]
         if faults:
             fix = "load states that were saved for this network."
-            _refuse("the states are those of other parameters.", fix, details=faults, **where)
-        if any(each != told for each in everybody):
-            details = [f"rank {rank}: {name}, shares {shared}" for rank, (name, shared, _) in enumerate(everybody)]
+            _refuse("states of the optimizer have other shapes than their parameters.", fix, details=faults, **where)
+        if (rows != told).any():
+            names = np.ascontiguousarray(rows[:, 2:]).view(f"S{_NAME}")[:, 0]
+            each = enumerate(zip(names, rows[:, 0]))
+            details = [f"rank {rank}: {name.decode()}, shares {shared:08x}" for rank, (name, shared) in each]
             fix = "give it the same optimizer and parameters on every rank, and load_states on every rank."
             fact = "ranks disagree on who updates which elements."
             raise MismatchError(message(fact, operation="ShardedTrainer", details=details, fix=fix, **where))

@@ -25,6 +25,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, NoReturn
 
 from kvstore_hvd import log, native
@@ -33,6 +34,8 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.mxnet_compat.hooks import in_one_line
 
+# Top packages whose calls are not the program's.
+_LIBRARIES = {"kvstore_hvd", "mxnet", "contextlib", "functools", "horovod"}
 _MAX_REASON = 500
 # Time for MXNet's pending operations after an expired `ExitWatchdog` has failed the world.
 _LAST_RESORT_S = 5.0
@@ -151,6 +154,32 @@ def note_world(is_lost: bool) -> None:
     """Note whether the latest world is lost: MPI may wait for processes that are lost, and gets a limit then."""
     global _was_lost
     _was_lost = is_lost
+
+
+@functools.cache
+def shorten_tracebacks() -> None:
+    """Have an error of this package that ends the program show the lines of the program only."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, KVHvdError):
+            trace = _of_program(trace)
+        shown(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = hook
+
+
+def _of_program(trace: TracebackType | None) -> TracebackType | None:
+    """A traceback without the calls within libraries; as it is, if there are no others."""
+    found, rest = [], trace
+    while rest is not None:
+        if str(rest.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+            found.append(rest)
+        rest = rest.tb_next
+    made: TracebackType | None = None
+    for each in reversed(found):
+        made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return made or trace
 
 
 def _end_links(with_mpi: bool) -> None:

@@ -20,7 +20,7 @@ from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, Launch
 from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.world.control import ControlConnection, control_connection
 from kvstore_hvd.world.discover import discover, warn_beside
-from kvstore_hvd.world.exit import ExitWatchdog, early_end
+from kvstore_hvd.world.exit import ExitWatchdog, early_end, shorten_tracebacks
 from kvstore_hvd.world.member import Member, SetMember
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Topology, World, exchange
@@ -445,5 +445,6 @@ def register_exit_handler() -> None:
     """Have this process leave its world at exit."""
     # MXNet waits for its operations at exit. To be able to end those, our handler has to run before MXNet's, and so
     # must be registered after it: this is called when a world is joined, and once MXNet is imported.
+    shorten_tracebacks()
     atexit.unregister(_current.leave_at_exit)
     atexit.register(_current.leave_at_exit)

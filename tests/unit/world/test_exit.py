@@ -4,6 +4,7 @@ import itertools
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -23,6 +24,19 @@ class MXNetError(Exception):
 
 FIX = "\n  Fix: correct the ValueError on rank 3"
 FAILED = MXNetError("Traceback (most recent call last):\n  File x.cc, line 3\nMXNetError: Check failed: n > 0")
+
+
+def test_a_traceback_of_our_errors_has_no_calls_of_libraries(monkeypatch):
+    seen, library = [], {"__name__": "mxnet.base"}
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(traceback.extract_tb(trace)))
+    exit_module.shorten_tracebacks.__wrapped__()
+    exec("def call(error): raise error", library)
+    for error in (MismatchError("ours"), ValueError("of the program")):
+        try:
+            library["call"](error)
+        except Exception as caught:
+            sys.excepthook(type(caught), caught, caught.__traceback__)
+    assert [len(frames) for frames in seen] == [1, 2]
 
 
 @pytest.mark.parametrize(
