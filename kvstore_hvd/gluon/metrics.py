@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import pickle
+import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,6 +34,9 @@ _OVER, _IS_LOCAL = "_kvstore_hvd_over", "_kvstore_hvd_is_local"
 
 # In a state: the classes of arrays of MXNet, by attribute, and what makes them.
 _KINDS, _MAKERS = "kinds", {"NDArray": mx.nd.array, "ndarray": mx.np.array}
+
+# What a copy of a metric uses as it is.
+_SHARED = types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial, type, mx.gluon.Block
 
 _ROOM = 4096  # bytes of a worker's states in the first operation
 
@@ -109,7 +113,10 @@ def _plain(metric: Any) -> Any:
     kind: Any = getattr(metric, _OVER, type(metric))
     made = kind.__new__(kind)
     for name, each in vars(metric).items():
-        vars(made)[name] = list(map(_plain, each)) if _is_parts(metric, name) else _copied(each)
+        if _is_parts(metric, name):
+            vars(made)[name] = list(map(_plain, each))
+        else:
+            vars(made)[name] = _try_to_copy(each)[1]
     return made
 
 
@@ -122,17 +129,21 @@ def _is_parts(metric: Any, name: str) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """A copy; of functions and networks, and of what cannot be copied, the object itself."""
-    if callable(value):
+    """A copy; of functions and networks the object itself. Raises what an object raises that cannot be copied."""
+    if isinstance(value, _SHARED):
         return value
     if type(value) is dict:
         return {name: _copied(each) for name, each in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
+    return copy.deepcopy(value)
+
+
+def _try_to_copy(value: Any) -> tuple[bool, Any]:
     try:
-        return copy.deepcopy(value)
+        return True, _copied(value)
     except Exception:  # noqa: BLE001 - whatever the object raises
-        return value
+        return False, value
 
 
 def _value(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -199,6 +210,9 @@ def _state_of(metric: Any) -> tuple[str, State, str]:
     kind = type(metric).__name__
     fault = " ".join(f"{kind} has a dict in {name}." for name in _SUMS & set(state) if isinstance(state[name], dict))
     if not type(metric).__module__.startswith("mxnet."):
+        stuck = [name for name, each in others.items() if not _try_to_copy(each)[0]]
+        if stuck:  # a reset of the copy would change the object
+            return f"{kind} '{metric.name}'", state, f"{kind} has {', '.join(stuck)}, which cannot be copied."
         fresh = _plain(metric)
         fresh.reset()
         changed = [name for name, each in others.items() if not _is_same(each, vars(fresh).get(name))]
@@ -222,7 +236,7 @@ def _is_same(one: Any, other: Any, around: tuple[int, ...] = ()) -> bool:
         return one.keys() == other.keys() and all(_is_same(one[key], other[key], around) for key in one)
     if isinstance(one, (str, bytes, int, float, complex, set, frozenset, np.generic)) or one is None:
         return bool(one == other) or (one != one and other != other)
-    if type(one) is not type(other) or callable(one) or not hasattr(one, "__dict__") or id(one) in around:
+    if type(one) is not type(other) or isinstance(one, _SHARED) or not hasattr(one, "__dict__") or id(one) in around:
         return type(one) is type(other)
     return _is_same(vars(one), vars(other), (*around, id(one)))
 

@@ -1,7 +1,6 @@
 """Options of horovodrun that stand for variables of workers, or have no use here; and the words of other launchers.
 
-Options that kvhvdrun has are in command.py, under the names of horovodrun, too. docs/migrating-from-horovod.md has the
-lines of `table`.
+Options that kvhvdrun has are in command.py, under the names of horovodrun, too. docs/migrating-from-horovod.md has all.
 """
 
 from __future__ import annotations
@@ -109,19 +108,3 @@ def flat(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a group of Horovod's YAML file stands for."""
     begin = GROUPS[group]
     return {begin.rstrip("-") if name == "enabled" else f"{begin}{name}": value for name, value in values.items()}
-
-
-def table() -> list[str]:
-    """Lines of Markdown: each option, and what becomes of it."""
-
-    def told(option: Option) -> str:
-        if any(option.variable in knob.variables for knob in KNOBS.values()):
-            return f"sets `{option.variable}={option.value or '...'}`"
-        if option.instead:
-            return f"refused: {option.instead}".rstrip(".")
-        return f"no effect: {option.text or reason(option.variable)}"
-
-    by_text: dict[str, list[str]] = {}
-    for option in OPTIONS:
-        by_text.setdefault(told(option), []).append(f"`{option.name}`")
-    return [f"| {', '.join(names)} | {text} |" for text, names in by_text.items()]

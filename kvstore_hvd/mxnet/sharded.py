@@ -226,14 +226,15 @@ class ShardedUpdater(mx.optimizer.Updater):
         finally:
             world.hold_unread(-1)
         where = world.topology.prefix
-        faults = [f"rank {rank}: parameter {new[place][0]}" for rank, place in enumerate(rows[:, 1]) if place >= 0]
+        names = [self._store._label(str(key)) for key, _ in new]
+        faults = [f"rank {rank}: {names[place]}" for rank, place in enumerate(rows[:, 1]) if place >= 0]
         if faults:
             fix = "load states that were saved for this network."
             _refuse("states of the optimizer have other shapes than their parameters.", fix, details=faults, **where)
         if (rows != told).any():
-            names = np.ascontiguousarray(rows[:, 2:]).view(f"S{_NAME}")[:, 0]
-            each = enumerate(zip(names, rows[:, 0]))
-            details = [f"rank {rank}: {name.decode()}, shares {shared:08x}" for rank, (name, shared) in each]
+            kinds = np.ascontiguousarray(rows[:, 2:]).view(f"S{_NAME}")[:, 0]
+            each = enumerate(zip(kinds, rows[:, 0]))
+            details = [f"rank {rank}: {one.decode()}, shares {shared:08x}" for rank, (one, shared) in each]
             fix = "give it the same optimizer and parameters on every rank, and load_states on every rank."
             fact = "ranks disagree on who updates which elements."
             raise MismatchError(message(fact, operation="ShardedTrainer", details=details, fix=fix, **where))

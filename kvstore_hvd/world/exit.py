@@ -33,9 +33,8 @@ from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.mxnet_compat.hooks import in_one_line
+from kvstore_hvd.world.stall import LIBRARIES
 
-# Top packages whose calls are not the program's.
-_LIBRARIES = {"kvstore_hvd", "mxnet", "contextlib", "functools", "horovod"}
 _MAX_REASON = 500
 # Time for MXNet's pending operations after an expired `ExitWatchdog` has failed the world.
 _LAST_RESORT_S = 5.0
@@ -173,7 +172,7 @@ def _of_program(trace: TracebackType | None) -> TracebackType | None:
     """A traceback without the calls within libraries; as it is, if there are no others."""
     found, rest = [], trace
     while rest is not None:
-        if str(rest.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _LIBRARIES:
+        if str(rest.tb_frame.f_globals.get("__name__")).partition(".")[0] not in LIBRARIES:
             found.append(rest)
         rest = rest.tb_next
     made: TracebackType | None = None

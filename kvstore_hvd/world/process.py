@@ -442,9 +442,9 @@ def topology() -> Topology:
 
 
 def register_exit_handler() -> None:
-    """Have this process leave its world at exit."""
+    """Have this process leave its world at exit, and show its errors shortly."""
+    shorten_tracebacks()
     # MXNet waits for its operations at exit. To be able to end those, our handler has to run before MXNet's, and so
     # must be registered after it: this is called when a world is joined, and once MXNet is imported.
-    shorten_tracebacks()
     atexit.unregister(_current.leave_at_exit)
     atexit.register(_current.leave_at_exit)

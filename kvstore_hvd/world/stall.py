@@ -30,7 +30,8 @@ _OWN_THREADS = "kvstore_hvd-"
 _MAIN_CALLS, _OTHER_CALLS, _OTHER_THREADS = 15, 5, 3
 
 # Top packages whose code is not the program's. Python 3.9 does not list its own.
-_LIBRARIES = {"kvstore_hvd", "horovod", "mxnet", "concurrent", "threading"} | getattr(sys, "stdlib_module_names", set())
+LIBRARIES = {"kvstore_hvd", "horovod", "mxnet", "concurrent", "contextlib", "functools", "threading"}
+LIBRARIES |= getattr(sys, "stdlib_module_names", set())
 # Letters of a path in the program's line.
 _MAX_PATH = 80
 # Calls of the main thread among which the program's line is looked for.
@@ -248,7 +249,7 @@ def _state(engine: native.Engine, rank: int) -> str:
 def program_line() -> str:
     """Where the main thread is in the program, outside of libraries: ``'train.py:12 in main'``."""
     calls = native.calls_of(threading.main_thread().ident or 0, _MOST_CALLS)
-    of_program = (call for call in calls if str(call[3]).partition(".")[0] not in _LIBRARIES)
+    of_program = (call for call in calls if str(call[3]).partition(".")[0] not in LIBRARIES)
     path, line, function, _ = next(of_program, calls[0] if calls else ("", 0, "", ""))
     return f"{path if len(path) <= _MAX_PATH else f'...{path[-_MAX_PATH:]}'}:{line} in {function}" if path else ""
 

@@ -182,6 +182,9 @@ class Total:
         self.total += sum(values)
         return self
 
+    def __call__(self):
+        return self.total
+
 
 @pytest.mark.parametrize("state", [list, lambda: np.zeros(1), collections.deque, Total])
 def test_what_cannot_be_merged_is_refused_on_every_worker(rank, size, state):
@@ -195,6 +198,9 @@ def test_what_cannot_be_merged_is_refused_on_every_worker(rank, size, state):
         metric.get()
     metric.reset()
     assert math.isnan(metric.get()[1])
+    metric.seen = threading.Lock()  # the reset of a copy could change it
+    with pytest.raises(InvalidRequestError, match="rank 0: Kept has seen, which cannot be copied"):
+        metric.get()
 
 
 def test_a_metric_uses_the_objects_of_the_program(rank, size):
