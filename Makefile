@@ -53,17 +53,17 @@ COMPILE := KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --i
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-.PHONY: help venv dev demo test test-all soak fuzz faults api lint format native-test tsan tsan-quick asan-quick asan bench clean distclean
+.PHONY: help venv dev demo test test-all soak fuzz faults api wheels image lint format native-test tsan tsan-quick asan-quick asan bench clean distclean
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo dev test test-all soak fuzz faults api lint format native-test tsan tsan-quick asan-quick asan bench clean distclean"
+	@echo "Targets: demo dev test test-all soak fuzz faults api wheels image lint format native-test tsan tsan-quick asan-quick asan bench clean distclean"
 
 # The package is installed as editable: changes of Python need no command, and `make dev` compiles what has changed.
 # The first time, the compiler runs while pip downloads.
 $(STAMP): setup.cfg pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) 'setuptools>=64' wheel 'pybind11>=2.12'
+	$(PIP) 'setuptools>=77' wheel 'pybind11>=2.12'
 	$(COMPILE) & compiler=$$!; KVHVD_BUILD_NATIVE=0 $(EDITABLE) '.[test$(mpi-extra-$(MPI))$(MXNET_EXTRA)]'; wait $$compiler
 	$(call mxnet_for_new_python,$(PIP))
 	@touch $@
@@ -111,6 +111,15 @@ api: dev
 	  from pdoc.__main__ import cli; [setattr(x, n, getattr(x, n)) for x in (k, e, m) for n in x.__all__]; cli()' \
 	  --docformat numpy -o build/api \
 	  kvstore_hvd kvstore_hvd.mxnet kvstore_hvd.elastic kvstore_hvd.join kvstore_hvd.timeline kvstore_hvd.errors
+
+# Wheels for every Python that is installed, each tested where nothing else is: dist/. WHEELS='--help'
+wheels: $(STAMP)
+	KVHVD_BUILD_NATIVE=0 $(EDITABLE) '.[wheels]'
+	$(BIN)/python .ci/wheels.py $(WHEELS)
+
+# An image for several hosts, where there is a builder of images. CONTAINER=podman
+image:
+	$(or $(CONTAINER),docker) build -f examples/cluster/Dockerfile -t kvstore-hvd .
 
 $(VENV)/.lint: $(STAMP)
 	KVHVD_BUILD_NATIVE=0 $(EDITABLE) '.[lint]'

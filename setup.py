@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import configparser
 import os
+import re
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
@@ -83,7 +85,16 @@ def _is_outdated(obj: str, src: str) -> bool:
         return True
 
 
+def _readme() -> str:
+    """The README with links that lead somewhere on a package index, too."""
+    settings = configparser.ConfigParser()
+    settings.read("setup.cfg")
+    pages = f"{settings['metadata']['url']}/blob/main/"
+    return re.sub(r"(\]\()(?![a-z]+:|#)", rf"\g<1>{pages}", Path("README.md").read_text())
+
+
 setup(
+    long_description=_readme(),
     # KVHVD_BUILD_NATIVE=0: an editable installation beside a `build_ext --inplace`, see the Makefile.
     ext_modules=[]
     if os.environ.get("KVHVD_BUILD_NATIVE") == "0"

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvstore_hvd.world.process import *
     from kvstore_hvd.world.topology import *
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 # The public names of modules that are imported at the first use of a name: the launcher needs none, and starts without
 # NumPy.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.abc import Loader
@@ -27,6 +28,7 @@ _NAMES = {
     "horovod.mxnet.compression": "kvstore_hvd.mxnet.calls",
     "horovod.common": "kvstore_hvd.horovod",
     "horovod.common.exceptions": "kvstore_hvd.errors",
+    "horovod.runner": "kvstore_hvd.horovod",
 }
 _WRAPPED = "_kvstore_hvd_wraps"
 
@@ -55,8 +57,11 @@ def installed_horovod() -> ModuleSpec | None:
         if isinstance(finder, _Finder) or find_spec is None:
             continue
         spec = find_spec(_ROOT, None)
-        if spec is not None and spec.origin is not None:  # a folder without __init__.py has none
-            return spec
+        if spec is None or spec.origin is None:  # a folder without __init__.py has none
+            continue
+        if os.path.exists(os.path.join(os.path.dirname(spec.origin), "of_kvstore_hvd")):  # see kvstore-hvd-horovod
+            return None
+        return spec
     return None
 
 
@@ -102,7 +107,7 @@ class _Finder:
                     f"No module named '{name}': kvstore_hvd answers for Horovod here, and offers what MXNet needs.",
                     details=[
                         "offered: horovod.mxnet (with elastic, mpi_ops, compression, functions, process_sets), "
-                        "horovod.common.exceptions, horovod.run()"
+                        "horovod.common.exceptions, horovod.runner, horovod.run()"
                     ],
                     fix="import horovod.mxnet; for other frameworks install Horovod.",
                 ),

@@ -405,6 +405,7 @@ def _build_report() -> str:
     """What is installed here, a line each, with the reason if it cannot be used."""
     import importlib
     import platform
+    from importlib.metadata import distributions
 
     from kvstore_hvd import mxnet_compat, native
     from kvstore_hvd.gpu import runtime
@@ -419,6 +420,7 @@ def _build_report() -> str:
     starts = "for starting with"
     mpi = _found(lambda: f"{mpi_library()}, {starts} its mpirun", f" ({starts} mpirun only; kvhvdrun needs none)")
     horovod, nccl = installed_horovod(), "{0.version_text} ({0.path})".format
+    stand_in = "" if any(distributions(name="kvstore-hvd-horovod")) else "with --as-horovod "
     rows = {
         "MXNet": _found(lambda: mxnet_compat.require_mxnet().__version__),
         "native engine": _found(lambda: f"sums with {native.simd_target()}"),
@@ -427,7 +429,7 @@ def _build_report() -> str:
         "MPI": mpi,
         "GPUs": "no: there is no driver (libcuda.so.1)" if runtime.driver_version() is None else _found(gpus),
         "NCCL": _found(lambda: nccl(nccl_library()), " (for workers that each have a GPU; others need none)"),
-        "horovod": "not installed: with --as-horovod kvstore_hvd answers for it"
+        "horovod": f"not installed: {stand_in}kvstore_hvd answers for it"
         if horovod is None
         else f"installed ({horovod.origin}): --as-horovod leaves `import horovod` to it",
         "--config-file": _found(lambda: f"PyYAML {importlib.import_module('yaml').__version__}"),

@@ -18,19 +18,29 @@ struct Target {
 };
 
 #if defined(__x86_64__)
-// Not among the names that every supported compiler's __builtin_cpu_supports knows.
-bool cpu_has_f16c() {
-  unsigned eax = 0;
-  unsigned ebx = 0;
-  unsigned ecx = 0;
-  unsigned edx = 0;
-  return __get_cpuid(1, &eax, &ebx, &ecx, &edx) != 0 && (ecx & bit_F16C) != 0;
+struct Extensions {
+  bool avx2 = false;
+  bool avx512 = false;
+};
+
+// Asks the processor: __builtin_cpu_supports asks a table of the compiler's library, which is empty in that of zig.
+Extensions ask_cpu() {
+  unsigned a = 0;
+  unsigned b = 0;
+  unsigned c = 0;
+  unsigned d = 0;
+  constexpr unsigned kBasic = bit_OSXSAVE | bit_AVX | bit_F16C;
+  if (__get_cpuid(1, &a, &b, &c, &d) == 0 || (c & kBasic) != kBasic) return {};
+  unsigned kept = 0;  // the registers that the system keeps for each thread
+  asm volatile("xgetbv" : "=a"(kept), "=d"(d) : "c"(0));
+  constexpr unsigned kYmm = 0x06;
+  constexpr unsigned kZmm = 0xe6;
+  constexpr unsigned k512 = bit_AVX512F | bit_AVX512BW | bit_AVX512VL | bit_AVX512DQ;
+  if ((kept & kYmm) != kYmm || __get_cpuid_count(7, 0, &a, &b, &c, &d) == 0 || (b & bit_AVX2) == 0) return {};
+  return {true, (kept & kZmm) == kZmm && (b & k512) == k512};
 }
-bool cpu_has_avx2() { return __builtin_cpu_supports("avx2") && cpu_has_f16c(); }
-bool cpu_has_avx512() {
-  return cpu_has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-}
+bool cpu_has_avx2() { return ask_cpu().avx2; }
+bool cpu_has_avx512() { return ask_cpu().avx512; }
 #else
 bool cpu_has_avx2() { return false; }
 bool cpu_has_avx512() { return false; }

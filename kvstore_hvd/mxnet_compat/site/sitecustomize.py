@@ -1,7 +1,8 @@
 """Start of a worker's interpreter: ``import mxnet`` and ``import horovod`` import kvstore_hvd first.
 
 So plain ``import mxnet`` works with today's NumPy, the store is registered in a script that imports MXNet only, and
-kvstore_hvd answers for Horovod if it is to. kvhvdrun puts this folder on PYTHONPATH.
+kvstore_hvd answers for Horovod if it is to. kvhvdrun puts this folder on PYTHONPATH. kvstore-hvd-horovod runs this file
+under another name, in every interpreter of its environment.
 """
 
 import importlib.machinery
@@ -64,9 +65,11 @@ def _is_complete(module: object) -> bool:
 
 
 def _start() -> None:
+    sys.meta_path.insert(0, _Before)
+    if __name__ != "sitecustomize":
+        return
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [path for path in sys.path if os.path.abspath(path) != here]
-    sys.meta_path.insert(0, _Before)
     # The sitecustomize that this one hides.
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize")
     if spec is not None and spec.loader is not None:

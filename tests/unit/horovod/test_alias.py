@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 import logging
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -51,10 +52,14 @@ def test_both_names_mean_one_module(stand_in):
     assert horovod.mxnet.size() == 7
 
 
-def test_common_and_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("by_distribution", [False, True])
+def test_common_and_run(tmp_path, monkeypatch, by_distribution):
     (tmp_path / "horovod" / "examples").mkdir(parents=True)  # a folder of that name is no Horovod
     monkeypatch.syspath_prepend(str(tmp_path))
-    horovod_alias.install()
+    if by_distribution:
+        monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "kvstore-hvd-horovod"))
+    else:
+        horovod_alias.install()
     import horovod
     import horovod.common.exceptions
     import horovod.mxnet as hvd
@@ -66,7 +71,9 @@ def test_common_and_run(tmp_path, monkeypatch):
     assert hvd.elastic is importlib.import_module("horovod.mxnet.elastic")
     assert importlib.import_module("horovod.mxnet.compression").Compression is hvd.Compression
     assert hvd.elastic.ObjectState is elastic.ObjectState
+    assert importlib.import_module("horovod.runner").run is kvstore_hvd.run
     assert (horovod.run, horovod.__version__) == (kvstore_hvd.run, "0.28.1")
+    assert horovod_alias.installed_horovod() is None
 
 
 @pytest.mark.parametrize("name", ["tensorflow.keras", "mxnet.absent"])

