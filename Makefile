@@ -53,11 +53,13 @@ COMPILE := KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --i
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-.PHONY: help venv dev demo test test-all soak fuzz faults api wheels image lint format native-test tsan tsan-quick asan-quick asan bench clean distclean
+TARGETS := dev demo test test-all soak fuzz faults docs wheels image lint format native-test tsan tsan-quick asan-quick \
+           asan bench clean distclean
+.PHONY: help venv $(TARGETS)
 
 help:
 	@sed -n '2,/^$$/s/^# \{0,1\}//p' $(firstword $(MAKEFILE_LIST))
-	@echo "Targets: demo dev test test-all soak fuzz faults api wheels image lint format native-test tsan tsan-quick asan-quick asan bench clean distclean"
+	@echo "Targets: $(TARGETS)"
 
 # The package is installed as editable: changes of Python need no command, and `make dev` compiles what has changed.
 # The first time, the compiler runs while pip downloads.
@@ -104,25 +106,21 @@ fuzz: dev
 faults: dev $(VENV)/.native
 	$(BIN)/python tests/faults/run.py $(FAULTS)
 
-# The reference of all public names: build/api/index.html. Modules that need MXNet are imported when a name is asked for.
-api: dev
-	$(PIP) 'pdoc>=14'
-	$(BIN)/python -c 'import kvstore_hvd as k, kvstore_hvd.elastic as e, kvstore_hvd.mxnet as m; \
-	  from pdoc.__main__ import cli; [setattr(x, n, getattr(x, n)) for x in (k, e, m) for n in x.__all__]; cli()' \
-	  --docformat numpy -o build/api \
-	  kvstore_hvd kvstore_hvd.mxnet kvstore_hvd.elastic kvstore_hvd.join kvstore_hvd.timeline kvstore_hvd.errors
+# The documentation as a site, with the reference of all public names: build/docs/index.html. A dead link is an error.
+docs: $(VENV)/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs
 
 # Wheels for every Python that is installed, each tested where nothing else is: dist/. WHEELS='--help'
-wheels: $(STAMP)
-	KVHVD_BUILD_NATIVE=0 $(EDITABLE) '.[wheels]'
+wheels: $(VENV)/.wheels
 	$(BIN)/python .ci/wheels.py $(WHEELS)
 
 # An image for several hosts, where there is a builder of images. CONTAINER=podman
 image:
 	$(or $(CONTAINER),docker) build -f examples/cluster/Dockerfile -t kvstore-hvd .
 
-$(VENV)/.lint: $(STAMP)
-	KVHVD_BUILD_NATIVE=0 $(EDITABLE) '.[lint]'
+# The packages of an extra of setup.cfg.
+$(VENV)/.lint $(VENV)/.docs $(VENV)/.wheels: $(VENV)/.%: $(STAMP)
+	KVHVD_BUILD_NATIVE=0 $(EDITABLE) '.[$*]'
 	@touch $@
 
 lint: $(VENV)/.lint

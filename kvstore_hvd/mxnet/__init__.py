@@ -1,10 +1,12 @@
-"""The API of ``horovod.mxnet``, without Horovod::
+"""The API of ``horovod.mxnet``, without Horovod.
 
-import kvstore_hvd.mxnet as hvd
+Instead of ``import horovod.mxnet as hvd``::
 
-hvd.init()
-hvd.broadcast_parameters(net.collect_params(), root_rank=0)
-trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd', {'learning_rate': 0.1 * hvd.size()})
+    import kvstore_hvd.mxnet as hvd
+
+    hvd.init()
+    hvd.broadcast_parameters(net.collect_params(), root_rank=0)
+    trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd', {'learning_rate': 0.1 * hvd.size()})
 """
 
 from __future__ import annotations
