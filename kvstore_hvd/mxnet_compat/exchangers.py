@@ -183,11 +183,9 @@ class Watch:
         fact = (
             f"{name} has kvstore '{self.asked}', but there are {workers} workers: each would train a model of its own."
         )
-        details = [
-            f"{'Nothing but broadcasts' if has_broadcast else 'Nothing'} was exchanged since it was made.",
-            "Exchanges that come later (local SGD) or by other means, and independent trainings: kvstore=None.",
-        ]
-        fix = "pass kvstore='horovod', or the store that mx.kv.create('horovod') returned."
+        details = [f"{'Nothing but broadcasts' if has_broadcast else 'Nothing'} was exchanged since it was made."]
+        fix = "pass kvstore='horovod', or the store that mx.kv.create('horovod') returned.\n"
+        fix += "    If workers train independently, or exchange parameters later (local SGD): kvstore=None."
         raise UnsynchronisedTrainerError(message(fact, details=details, fix=fix))
 
 

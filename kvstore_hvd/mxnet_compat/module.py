@@ -1,5 +1,6 @@
 """Modules, and the functions of mxnet.model by which they and Trainers get their stores. MXNet 2 has no Module.
 
+- A misspelt ``'horovod'`` is refused; MXNet takes any name, and creates no store for one device.
 - ``kvstore='horovod'`` given as a string creates the store with one device too (MXNet creates nothing there).
 - A Module starts from rank 0's parameters.
 - It divides gradients by the samples of all workers, as with 'dist_sync': MXNet makes an optimizer of its name with
@@ -38,6 +39,8 @@ _Method = Callable[..., Any]
 def patch(mxnet: Any) -> None:
     """Make the changes to MXNet."""
     # Each of them has imported the functions by name, so each has a copy to replace.
+    for owner in (mxnet.kvstore, sys.modules["mxnet.kvstore.base"]):
+        surround(owner, "create", _create)
     trainer, module = sys.modules["mxnet.gluon.trainer"], sys.modules.get("mxnet.module.module")
     for owner in (trainer, module, mxnet.model):
         if owner is not None:
@@ -76,7 +79,13 @@ def _given(optimizer: Any) -> Iterator[None]:
 # -- mxnet.model ----------------------------------------------------------------------------------------------------
 
 
+def _create(original: _Method, name: str = "local") -> Any:
+    hooks.refuse_misspelt(name)
+    return original(name)
+
+
 def _create_kvstore(original: _Method, kvstore: Any, num_device: int, arg_params: Any) -> Any:
+    hooks.refuse_misspelt(kvstore)
     if asks_for_ours(kvstore):
         if _present is not None:
             store = store_of(_present)

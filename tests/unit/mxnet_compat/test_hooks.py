@@ -42,6 +42,15 @@ def test_a_string_creates_the_store(world, name, devices):
         assert "0.weight" in params  # where every parameter calls itself 'weight' or 'bias'
 
 
+@pytest.mark.parametrize("name", ["horvod", "Hrovod", "horovood", "horod", "dist_horvod"])
+def test_a_misspelt_name_is_refused(world, name):
+    for create in (mx.kv.create, lambda name: trainer_of(network(), name)._init_kvstore()):
+        with pytest.raises(errors.InvalidRequestError, match=f"^there is no store '{name}'; did you mean"):
+            create(name)
+    for other in ("local", "device"):
+        assert mx.kv.create(other).type == other
+
+
 @pytest.mark.parametrize("value", [True, 0, "1", "True", "TRUE", "false"])
 def test_flags_of_graphs_are_read_as_mxnet_does(monkeypatch, value):
     monkeypatch.setattr(graph, "_static_graphs", False)  # what follows does not count for later tests

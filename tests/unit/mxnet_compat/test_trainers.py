@@ -14,8 +14,8 @@ def refused(has, exchanged="Nothing"):
     return (
         f"{has}, but there are 4 workers: each would train a model of its own.\n"
         f"  {exchanged} was exchanged since it was made.\n"
-        "  Exchanges that come later (local SGD) or by other means, and independent trainings: kvstore=None.\n"
-        "  Fix: pass kvstore='horovod', or the store that mx.kv.create('horovod') returned."
+        "  Fix: pass kvstore='horovod', or the store that mx.kv.create('horovod') returned.\n"
+        "    If workers train independently, or exchange parameters later (local SGD): kvstore=None."
     )
 
 
