@@ -319,9 +319,12 @@ class Config:
 
     @classmethod
     def describe(cls) -> str:
-        """A line for each variable that users need, for ``kvhvdrun --help``."""
-        knobs = [(KNOBS[name], text) for name, text in HELP.items()]
-        return "\n".join(f"{' or '.join(knob.variables)} [{_shown(knob.default)}]: {text}" for knob, text in knobs)
+        """Each variable that users need, for ``kvhvdrun --help``."""
+        from textwrap import fill
+
+        indent: dict[str, Any] = {"initial_indent": " " * 24, "subsequent_indent": " " * 24}
+        knobs = [(KNOBS[name], fill(text, 78, **indent)) for name, text in HELP.items()]
+        return "\n".join(f"  {' or '.join(knob.variables)} [{_shown(knob.default)}]\n{text}" for knob, text in knobs)
 
 
 KNOBS = {name: knob for name, knob in vars(Config).items() if isinstance(knob, _Knob)}

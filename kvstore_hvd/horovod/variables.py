@@ -30,11 +30,11 @@ _REASONS = {
     "HOROVOD_BATCH_D2D_MEMCOPIES": _GPU,
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "an operation is complete when the GPU has finished it",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges here",
-    "HOROVOD_MPI_THREADS_DISABLE": "MPI is used to find the other workers, not to reduce",
+    "HOROVOD_MPI_THREADS_DISABLE": "one host needs no MPI to reduce, and several under mpirun need its threads",
     "HOROVOD_ENABLE_XLA_OPS": "it is for TensorFlow",
     "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "there is no Adasum here",
-    "HOROVOD_CPU_OPERATIONS": "arrays are reduced in shared memory, whatever started the workers",
-    "HOROVOD_CONTROLLER": "workers agree in shared memory, whatever started them",
+    "HOROVOD_CPU_OPERATIONS": "arrays are reduced in shared memory, between hosts by TCP (kvhvdrun) or MPI (mpirun)",
+    "HOROVOD_CONTROLLER": "workers agree in shared memory, between hosts by TCP (kvhvdrun) or MPI (mpirun)",
 }
 _PREFIXES = {
     "HOROVOD_AUTOTUNE": _NO_TUNING,

@@ -53,8 +53,19 @@ _OF_ONE_RANK = re.compile(
 )
 
 
+_EXAMPLES = """examples:
+  kvhvdrun -np 2 python train.py
+  kvhvdrun -np 8 -H node1:4,node2:4 python train.py
+  kvhvdrun -np 4 --min-np 2 python train.py     # elastic: see docs/elastic.md
+"""
+
+
 class _Parser(argparse.ArgumentParser):
     where = ""  # the options come from
+
+    def format_help(self) -> str:
+        self.epilog = f"{_EXAMPLES}\nenvironment variables (docs/errors.md lists all):\n{Config.describe()}"
+        return super().format_help()
 
     def error(self, text: str) -> NoReturn:
         raise LaunchError(message(f"{self.where}{text}.", fix="see kvhvdrun --help."))
@@ -109,8 +120,7 @@ def _parser() -> _Parser:
     parser = _Parser(
         prog="kvhvdrun",
         usage="kvhvdrun -np N [options] command [arguments]",
-        description="Start N workers, here or on several hosts. Ends all when one fails, and leaves no process behind.",
-        epilog=f"Environment variables (docs/errors.md lists all):\n{Config.describe()}",
+        description="Start N workers, on one or several hosts.\nAll end when one fails, and no process is left behind.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         add_help=False,
@@ -145,7 +155,7 @@ def _parser() -> _Parser:
     add("-v", "--verbose", action="store_true", help="say what is started, and how it ended")
     add("-cb", "--check-build", action="store_true", help="show installed components and exit")
     add("--version", action="store_true", help="show the version and exit")
-    elastic = "Workers may leave or join. `--min-np`, `--max-np` or `--host-discovery-script` enables this."
+    elastic = "Workers may leave or join: with --min-np, --max-np or --host-discovery-script."
     add = parser.add_argument_group("elastic jobs", elastic).add_argument
     add("--min-np", "--min-num-proc", metavar="N", type=count, help="minimum world size [-np, or 1]")
     add("--max-np", "--max-num-proc", metavar="N", type=count, help="maximum world size [number of slots]")

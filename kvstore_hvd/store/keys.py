@@ -178,7 +178,8 @@ def check_group(call: Call, group: Group, allow_rows: bool = False) -> None:
     for array in group.values:
         dtype = group.facts[id(array)].dtype
         if dtype not in native.DTYPES:
-            fact, fix = f"cannot {_verb(call)} dtype {dtype}.", "cast with .astype('int32'), or set grad_req='null'."
+            fact, or_else = f"cannot {_verb(call)} dtype {dtype}.", ", or set grad_req='null'"
+            fix = f"cast with .astype('int32'){or_else if _verb(call) == 'sum' else ''}."
             supported = f"Supported: {' '.join(native.DTYPES)}"
             raise UnsupportedDtypeError(call.message(group.key, fact, fix, (supported,)))
         if dtype not in dtypes:
