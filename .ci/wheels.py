@@ -98,7 +98,9 @@ def build(version: str, python: str, objects: Path, out: Path) -> Path:
     for bindings in objects.rglob("bindings.*"):
         bindings.unlink()
     compiler, config, raw = WORK / "c++", WORK / "build.cfg", WORK / "raw" / version
-    compiler.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m ziglang c++ -target {MACHINE}-linux-gnu.{GLIBC} "$@"\n')
+    # -idirafter: the Python of Debian has a part of its headers there.
+    zig = f'"{sys.executable}" -m ziglang c++ -target {MACHINE}-linux-gnu.{GLIBC} -idirafter /usr/include'
+    compiler.write_text(f'#!/bin/sh\nexec {zig} "$@"\n')
     compiler.chmod(0o755)
     config.write_text(f"[build_ext]\nbuild_temp = {objects}\n")
     shutil.rmtree(raw, ignore_errors=True)
