@@ -107,8 +107,8 @@ def build(version: str, python: str, objects: Path, out: Path) -> Path:
     options = ("--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", raw, WORK / "source" / "package")
     run(
         [env / "python", "-m", "pip", "wheel", *options],
-        CC=str(compiler),
-        CXX=str(compiler),
+        **dict.fromkeys(("CC", "CXX"), str(compiler)),
+        **dict.fromkeys(("LDSHARED", "LDCXXSHARED"), f"{compiler} -shared"),
         DIST_EXTRA_CONFIG=str(config),
         SOURCE_DATE_EPOCH=commit_time(),
     )
@@ -150,17 +150,14 @@ def test(version: str, python: str, mxnet: str) -> None:
     best = "avx512" if "avx512dq" in cpu else "avx2" if "avx2" in cpu else "scalar"
     if f"sums with {best}" not in run([env / "kvhvdrun", "--check-build"], capture=True, cwd=folder):
         raise SystemExit(f"the sums do not use {best}, which this processor has")
-    program = first_program("README.md")
-    if mxnet != "1.9.1":  # README, Install
-        program = program.replace("mx.nd.random.normal(shape=", "mx.np.random.normal(size=")
-    (folder / "train.py").write_text(program)
+    (folder / "train.py").write_text(first_program("README.md", mxnet))
     for where in (["-np", "2"], ["-H", "localhost:1,127.0.0.2:1"]):
         out = run([env / "kvhvdrun", *where, env / "python", "train.py"], capture=True, cwd=folder, limit=300)
         if len(re.findall(r"of 2: weights \[\[1\. 1\. 1\. 1\.\]\]", out)) != 2:
             raise SystemExit(f"wrong output:\n{out}")
     (sdist,) = DIST.glob("kvstore_hvd_horovod-*.tar.gz")
     run([*pip, sdist])
-    (folder / "train.py").write_text(first_program("docs/unchanged-scripts.md"))
+    (folder / "train.py").write_text(first_program("docs/unchanged-scripts.md", mxnet))
     out = run([env / "horovodrun", "-np", "2", env / "python", "train.py"], capture=True, cwd=folder, limit=300)
     if "2 workers, weights [[1. 1. 1. 1.]]" not in out:
         raise SystemExit(f"wrong output:\n{out}")
@@ -168,9 +165,12 @@ def test(version: str, python: str, mxnet: str) -> None:
     shutil.rmtree(folder)
 
 
-def first_program(page: str) -> str:
-    """The first block of Python on a page."""
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)[0]
+def first_program(page: str, mxnet: str) -> str:
+    """The first block of Python on a page, which is for MXNet 1."""
+    program = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)[0]
+    if mxnet == "1.9.1":
+        return str(program)
+    return program.replace("mx.nd.random.normal(shape=", "mx.np.random.normal(size=").replace("asscalar()", "item()")
 
 
 def venv(name: str, python: str) -> Path:

@@ -109,7 +109,14 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._hook.before()
-        self._loader.exec_module(module)
+        try:
+            self._loader.exec_module(module)
+        except OSError as error:
+            if not any(name in str(error) for name in ("libgomp.", "libquadmath.")):
+                raise
+            # Images of containers lack them.
+            fix = "apt-get install libgomp1 libquadmath0, or dnf install libgomp libquadmath"
+            raise ImportError(_errors.message(f"MXNet needs a library of GCC: {error}.", fix=fix)) from None
         self._hook.after()
         if self._hook in sys.meta_path:
             sys.meta_path.remove(self._hook)  # type: ignore[arg-type]
