@@ -17,11 +17,11 @@ import stat
 import time
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 from kvstore_hvd.base.channel import Poller
-from kvstore_hvd.errors import LaunchError, message, printable
+from kvstore_hvd.errors import LaunchError, message, printable, rank_list
 
 _MOST_PENDING = 1 << 18  # workers are not read while so many bytes wait to be written
 _MOST_EVENTS = 1 << 22  # the event log ends once so many bytes of it wait: an event takes some hundred
@@ -35,6 +35,11 @@ _IN_SIGHT = 40  # lines of a terminal, about
 # Python's words for an exception that it ignores, before a traceback as for any other.
 _IGNORED = b"Exception ignored in"
 _TRACE = b"Traceback (most recent call last):"
+# How a program's last words begin: an error of Python, or of its command line.
+_LAST_WORDS = re.compile(rb'^(?:Traceback \(most recent call last\):|  File "|usage: |\S*python\S*: )', re.M)
+_OWN_RANK = re.compile(rb"\[rank (\d+)/")
+_JOIN_S = 0.5  # last words are held back for this time, until other workers have said the same
+_MOST_WORDS = 1 << 16
 _Take = Callable[[bytes], None]
 _ERASE, _DIM, _PLAIN = b"\r\x1b[K", b"\x1b[2m", b"\x1b[0m"
 
@@ -138,13 +143,15 @@ class LineStream:
         return float("inf")
 
     def _pass(self, piece: bytes) -> None:
-        """Pass lines on, or a part of one."""
         if not piece:
             return
         for tell in self._on_line:
             tell(piece)
-        if not self._shown:
-            return
+        if self._shown:
+            self.write(piece)
+
+    def write(self, piece: bytes) -> None:
+        """Write lines with their prefix, or a part of one."""
         sink, prefix = self._sink, (_time() if self._timestamps else b"") + self._prefix
         if sink.open_line not in (None, self):
             sink.put(b"\n")
@@ -177,6 +184,24 @@ def _opened(option: str, path: str, kind: str) -> int:
         raise LaunchError(message(fact, fix=f"name another {kind}.")) from None
 
 
+class _Words(NamedTuple):
+    """Last words of a worker that are held back until then."""
+
+    until: float
+    text: bytearray
+
+
+def _shared(words: _Words) -> tuple[bytes, set[int]]:
+    """The text without this worker's rank, and that rank, if the text begins an error of this package with it."""
+    found, text = _OWN_RANK.search(words.text), bytes(words.text)
+    return (text.replace(found[0], b"[rank \0/"), {int(found[1])}) if found else (text, set())
+
+
+def _short(numbers: Iterable[int]) -> bytes:
+    """Numbers of ranks: ``0-2,5``."""
+    return rank_list(numbers).partition(" ")[2].replace(" ", "").encode()
+
+
 class Output:
     """The launcher's streams, the files of ``--output-filename`` for so many ranks, and the event log."""
 
@@ -191,9 +216,11 @@ class Output:
         self._files: dict[tuple[int, int], Sink] = {}
         self._log: Sink | None = None
         self._streams: dict[tuple[int, int], LineStream] = {}
+        self._writers: dict[tuple[int, int], LineStream] = {}
         self._tails: dict[int, Tail] = {}
         self._lines_shown = 0
         self._spoken: dict[int, int] = {}  # by worker: the number of its last line on stderr that was shown
+        self._words: dict[int, _Words] = {}  # by worker
         folder = options.output_filename
         if options.event_log is not None:
             self._log = Sink(_opened("--event-log", options.event_log, "file"), "the event log")
@@ -211,14 +238,45 @@ class Output:
         for fd in (1, 2):
             kept: list[_Take] = [self._tails[worker].add] if fd == 2 else []
             kept += [self._files[worker, fd].put] if self._files else []
-            kept += [functools.partial(self._count, worker, fd)] if shown else []
-            stream = LineStream(self._ours[fd], prefix, *kept, timestamps=self._timestamps, shown=shown)
-            self._streams[worker, fd] = stream
+            self._writers[worker, fd] = LineStream(self._ours[fd], prefix, timestamps=self._timestamps)
+            may_join = fd == 2 and bool(prefix) and not self._timestamps
+            kept += [functools.partial(self._show, worker, fd, may_join)] if shown else []
+            self._streams[worker, fd] = LineStream(self._ours[fd], b"", *kept, shown=False)
 
-    def _count(self, worker: int, fd: int, piece: bytes) -> None:
+    def _show(self, worker: int, fd: int, may_join: bool, piece: bytes) -> None:
+        """Write output of a worker, or hold last words back."""
+        words, begin = self._words.get(worker), _LAST_WORDS.search(piece) if may_join else None
+        if words is None and begin is not None:
+            self._write(worker, fd, piece[: begin.start()])
+            words = self._words[worker] = _Words(time.monotonic() + _JOIN_S, bytearray())
+            piece = piece[begin.start() :]
+        if words is not None and may_join and len(words.text) + len(piece) < _MOST_WORDS:
+            words.text.extend(piece)
+            return
+        self._release(worker)  # what a worker writes stays in order
+        self._write(worker, fd, piece)
+
+    def _write(self, worker: int, fd: int, piece: bytes, *others: int) -> None:
+        if not piece:
+            return
+        prefix = b"[%s] " % _short([worker, *others])
+        (LineStream(self._ours[fd], prefix) if others else self._writers[worker, fd]).write(piece)
         self._lines_shown += piece.count(b"\n")
-        if fd == 2:
-            self._spoken[worker] = self._lines_shown
+        self._spoken.update(dict.fromkeys([worker, *others] if fd == 2 else [], self._lines_shown))
+
+    def _release(self, *workers: int) -> None:
+        """Write last words that are held back, once for all workers that have said the same."""
+        for worker in workers:
+            words = self._words.pop(worker, None)
+            if words is None:
+                continue
+            text, ranks = _shared(words)
+            theirs = {each: _shared(words) for each, words in self._words.items()}
+            others = [each for each in theirs if theirs[each][0] == text and text.endswith(b"\n")]
+            for each in others:
+                del self._words[each]
+                ranks |= theirs[each][1]
+            self._write(worker, 2, text.replace(b"[rank \0/", b"[rank %s/" % _short(ranks)), *others)
 
     def is_in_sight(self, worker: int) -> bool:
         """Whether the last lines of a worker on stderr are the last ones that were shown, or not long before."""
@@ -239,6 +297,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """Put a line of the launcher on stderr, in order with the output of workers."""
+        self._release(*self._words)
         line = f"kvhvdrun: {printable(text)}\n".encode("utf-8", "surrogateescape")
         LineStream(self._ours[2], timestamps=self._timestamps).feed(line)
 
@@ -263,6 +322,8 @@ class Output:
         # While workers are not read, the end of a line may be unread: the line is no prompt.
         streams = [] if self.held_up else self._streams.values()
         wait_s = min((stream.show_prompt(now) for stream in streams), default=float("inf"))
+        self._release(*[worker for worker, words in self._words.items() if words.until <= now])
+        wait_s = min([wait_s, *(words.until - now for words in self._words.values())])
         for sink in self._sinks:
             sink.flush()
             if sink.poll_fd >= 0 and sink.pending:
@@ -289,6 +350,7 @@ class Output:
         for stream in self._streams.values():
             stream.flush()
         self._streams.clear()
+        self._release(*self._words)
 
     def drop(self) -> None:
         """Drop the output that waits to be written, and all that would follow."""

@@ -227,6 +227,6 @@ def test_a_worker_of_a_static_job_that_dies_is_not_replaced_and_the_job_says_so(
     assert job.err.count("this job cannot replace workers that die: start with `kvhvdrun --min-np 1") == 1
     if name == "kvhvdrun":
         said = "PeerLostError: training cannot recover: a worker has died, and this job cannot go on without it."
-        assert job.err.count(said) >= 2
+        assert said in job.err
         assert "died (SIGKILL)" in job.err
         assert "Fix: start with `kvhvdrun --min-np 1 --max-np N python train.py`, which replaces workers." in job.err

@@ -199,6 +199,22 @@ def test_files_of_ranks_whether_they_are_shown_or_not(capfd, tmp_path):
     assert [output.last_lines(rank) for rank in range(2)] == [["of 0", "tw"], ["of 1", "tw"]]
 
 
+def test_equal_last_words_are_shown_once_and_nothing_is_reordered(capfd):
+    words = "Traceback (most recent call last):\n  at x\nMismatchError: [rank %s/4] no.\n"
+    output = output_to()
+    for rank, more in enumerate(("", "", "more\n", "")):
+        output.add(rank, b"[%d] " % rank)
+        output.feed(rank, 2, f"before {rank}\n{words % rank}{more}".encode())
+    output.feed(1, 1, b"goes on\n")
+    assert output.step() <= 0.5
+    time.sleep(0.5)
+    output.step()
+    out, err = capfd.readouterr()
+    whole = [f"[0-1,3] {line}" for line in (words % "0-1,3").splitlines()]
+    whole += [f"[2] {line}" for line in (words % 2).splitlines()]
+    assert (out, err.splitlines()) == ("[1] goes on\n", [*(f"[{n}] before {n}" for n in range(4)), *whole, "[2] more"])
+
+
 @pytest.fixture
 def screen(monkeypatch):
     """An output to a pipe, which it takes for a terminal; and what has been written there."""
