@@ -11,6 +11,7 @@ Importing this package registers the store, now if MXNet is imported already, el
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from kvstore_hvd.errors import *
 
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
-    from types import ModuleType
+    from types import ModuleType, TracebackType
 
     from kvstore_hvd.join import *
     from kvstore_hvd.launch.call import *
@@ -94,6 +95,7 @@ class _ImportHook:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
                     spec.loader = _Loader(spec.loader, self)  # type: ignore[assignment]
                 return spec
+        _explain_absence()
         return None
 
 
@@ -123,6 +125,21 @@ class _Loader:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
+
+
+@functools.cache
+def _explain_absence() -> None:
+    """Have a program that ends because there is no MXNet say how to install it."""
+    shown = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, ModuleNotFoundError) and error.name == "mxnet":
+            from kvstore_hvd.mxnet_compat.hooks import pip_command
+
+            error.msg = f"{error.msg}\n  Fix: {pip_command()}"
+        shown(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def _before_mxnet() -> None:

@@ -254,6 +254,8 @@ class Config:
     worker: int | None = _knob(_count, None, "KVHVD_WORKER")
     # Set by kvhvdrun: name of the socket of the daemon that started this worker.
     daemon: str = _knob(_text, "", "KVHVD_DAEMON")
+    # Set by kvhvdrun on a terminal: name of the socket on which it counts the workers that join.
+    arrivals: str = _knob(_text, "", "KVHVD_ARRIVALS")
 
     mpi_launch: MPILaunch | None = None
     foreign_launch: tuple[str, int] | None = None  # the other launcher of this worker, and its number of workers

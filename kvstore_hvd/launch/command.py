@@ -48,7 +48,7 @@ _EXIT_USAGE, _EXIT_NOT_FOUND = 2, 127
 _OF_ONE_RANK = re.compile(
     r"OMPI_(COMM_WORLD|UNIVERSE|WORLD|APP_CTX|FIRST_RANKS|NUM_APP_CTX|FILE_LOCATION|COMMAND|ARGV)"
     r"|OMPI_MCA_(orte_|ess|num_procs|pmix$)|PMI_|PMIX_(?!MCA_)|HYDI_|HYDRA_|MPI_LOCAL"
-    r"|KVHVD_(LOCAL_|DAEMON|WORKER|(RANK|SIZE|HOSTS|SLOT|JOB|SECRET|GENERATION)$)"
+    r"|KVHVD_(LOCAL_|DAEMON|ARRIVALS|WORKER|(RANK|SIZE|HOSTS|SLOT|JOB|SECRET|GENERATION)$)"
     r"|HOROVOD_((LOCAL_|CROSS_)?(RANK|SIZE)|HOSTNAME)$"
 )
 
@@ -206,6 +206,7 @@ def _parsed(parser: _Parser, arguments: Sequence[str], where: str = "") -> argpa
     parser.where = where
     options, unknown = parser.parse_known_args(arguments)
     unknown += options.command if where else []  # a file names no command
+    options.given = arguments[: len(arguments) - len(options.command)]
     if unknown:
         import difflib
 
@@ -243,7 +244,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The command and the variables of all workers."""
     command = options.command[1:] if options.command[:1] == ["--"] else list(options.command)
     if not command:
-        raise LaunchError(message("no command was given.", fix="kvhvdrun -np 2 python train.py"))
+        raise LaunchError(message("no command was given.", fix=_corrected(options, "python", "train.py")))
     if options.module:
         command = [sys.executable, "-m", *command]
     inherited = {name: value for name, value in environment().items() if not _OF_ONE_RANK.match(name)}
@@ -269,7 +270,7 @@ def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
         inherited["HOROVOD_TIMELINE"] = path if path == "DYNAMIC" else _absolute("--timeline-filename", path)
         inherited.pop("KVHVD_TIMELINE", None)  # has precedence
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, (_SITE, inherited.get("PYTHONPATH"))))
-    command[0] = _executable(command, inherited)
+    command[0] = _executable(options, command, inherited)
     return command, inherited
 
 
@@ -305,7 +306,8 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     if is_static:
         first = most = first or (None if hosts is None else sum(hosts.values()))
         if first is None:
-            raise LaunchError(message("the number of workers is missing.", fix="kvhvdrun -np 2 python train.py"))
+            fact = f"the number of workers is missing{'; -p is the port of ssh' if options.ssh_port else ''}."
+            raise LaunchError(message(fact, fix=_corrected(options, "-np", "2", *options.command)))
     least = options.min_np or first or 1
     named = (("--min-np", least), ("-np", first), ("--max-np", most))
     counts = [(name, count) for name, count in named if count is not None]
@@ -392,19 +394,27 @@ def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
     return slots_of(entries, options.slots_per_host or 1)
 
 
-def _executable(command: Sequence[str], variables: dict[str, str]) -> str:
+def _corrected(options: argparse.Namespace, *words: str) -> str:
+    """The user's command with these words from the program on."""
+    import shlex
+
+    return shlex.join(["kvhvdrun", *options.given, *words])
+
+
+def _executable(options: argparse.Namespace, command: Sequence[str], variables: dict[str, str]) -> str:
     """The path of the program, as the shell would find it."""
     program = command[0]
     folders = [""] if os.path.dirname(program) else variables.get("PATH", os.defpath).split(os.pathsep)
     for path in (os.path.join(folder, program) for folder in folders):
         if os.path.isfile(path) and os.access(path, os.X_OK):
             return path
-    fix = f"kvhvdrun -np N {os.path.basename(sys.executable)} {' '.join(command)}" if program.endswith(".py") else ""
     if os.path.isdir(program):
         raise StartError(message(f"'{program}' is a directory.", fix="name a program."))
     if os.path.exists(program):
-        raise StartError(message(f"'{program}' is not executable.", fix=fix or f"chmod +x {program}"))
-    fix = fix or "check its name and PATH."
+        python = _corrected(options, os.path.basename(sys.executable), *command)
+        fix = python if program.endswith(".py") else f"chmod +x {program}"
+        raise StartError(message(f"'{program}' is not executable.", fix=fix))
+    fix = "check its name and the working folder." if program.endswith(".py") else "check its name and PATH."
     raise StartError(message(f"command '{program}' was not found.", fix=fix), _EXIT_NOT_FOUND)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import os
@@ -27,6 +28,7 @@ from kvstore_hvd.launch.state import EXIT_FAILED, EXIT_NOT_STARTED, End, Kill, N
 
 _DAEMON_ENDS_S = 3.0  # daemons may take this much longer to end than their workers
 _KILL_TAKES_S = 2.0
+_QUIET_S = 1.5  # in which workers usually join; from then on a terminal shows how many have
 _RETRY_S = 1.0  # pause before the next try of a host that was not reached
 _LAST_WORDS_S = 1.0  # for the reader of our output to take the last words of workers, at least
 _LOG_S = 30.0  # for the event log to be written at the end
@@ -89,6 +91,9 @@ class Driver:
         self._give_up_at = math.inf  # when daemons are killed
         self._drop_at = math.inf  # when unread output is dropped, after a signal has ended the job
         self._is_gone = False  # the last process of the job
+        self._arrivals: socket.socket | None = None  # on which workers of this host say that they join
+        self._arrived: set[int] = set()
+        self._show_from = self._clock.now() + _QUIET_S
 
     def run(self) -> int:
         plan, settings = self._plan, self._settings
@@ -96,6 +101,11 @@ class Driver:
         self._spare = processes.children()  # a shell that has started them may have become this process
         self._inbox, self._reaper = processes.SignalInbox(), processes.Reaper()
         self._poller.watch(self._inbox.fileno(), lambda: None)
+        if self._output.on_terminal and plan.capture and not settings.replaces and settings.max_np > 1:
+            self._arrivals = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            self._arrivals.setblocking(False)
+            self._arrivals.bind(f"\0kvstore_hvd-{os.urandom(16).hex()}")
+            self._poller.watch(self._arrivals.fileno(), self._hear_arrivals)
         self._daemons = Daemons(self._poller, self._clock, settings, plan.shell, self._take)
         if plan.script is None:
             self._take_hosts(plan.hosts)
@@ -168,6 +178,8 @@ class Driver:
             return
         if self._settings.replaces and not self._is_gone:
             self._output.show(f"kvhvdrun: {self._job.status}; {self._last_event}")
+        elif self._arrivals is not None:
+            self._output.show(self._progress(now))
         wait_s = min(LOOK_S, self._output.step())
         if not self._output.held_up:
             self._daemons.acknowledge()
@@ -193,6 +205,20 @@ class Driver:
             self._job.hosts(self._plan.hosts, self._job_now)
         self._act()
         return min(until, now + self._job.wake_at - self._job_now)
+
+    def _progress(self, now: float) -> str:
+        """The status line of a job without replacements, while its workers start; '' before and after that."""
+        workers, count = self._job.workers.values(), self._settings.max_np
+        joined = sum(worker.entry is not None or worker.id in self._arrived for worker in workers)
+        is_shown = self._output.is_quiet and self._end is None and now >= self._show_from and joined < count
+        has = "has" if joined == 1 else "have"
+        return f"kvhvdrun: {len(workers)} workers started, {joined} {has} joined" if is_shown else ""
+
+    def _hear_arrivals(self) -> None:
+        assert self._arrivals is not None
+        with contextlib.suppress(BlockingIOError):
+            for _ in range(self._settings.max_np):
+                self._arrived.update(self._arrivals.recv(1))
 
     # -- Hosts ----------------------------------------------------------------------------------------------------
 
@@ -302,6 +328,8 @@ class Driver:
         are_several = bool(config().test_hosts) or bool(plan.shell and (settings.replaces or len(set(machines)) > 1))
         if are_several:
             environment["KVHVD_HOSTS"] = ",".join(socket.gethostname() if is_here(host) else host for host in hosts)
+        if self._arrivals is not None and is_here(slot.host):
+            environment["KVHVD_ARRIVALS"] = self._arrivals.getsockname()[1:].decode()
         is_alone = not settings.replaces and settings.max_np == 1
         if not is_alone and not environment.get("OMP_NUM_THREADS"):
             # By default each worker has a thread per core, which slows all down. The number stays: with another one,
@@ -432,7 +460,12 @@ class Driver:
                 words = " Its last lines on stderr:" if lines else " It wrote nothing to stderr."
             if lines and self._output.is_in_sight(end.worker):
                 words, lines = " Its last lines on stderr are above.", ()
-            self._output.say("\n    ".join((end.reason + words, *end.details, *lines)))
+            text = "\n    ".join((end.reason + words, *end.details, *lines))
+            if end.lines and end.lines[-1] == "ModuleNotFoundError: No module named 'mxnet'":
+                from kvstore_hvd.mxnet_compat.hooks import pip_command
+
+                text += f"\n  Fix: {pip_command()}"
+            self._output.say(text)
         return code
 
     def _note(self, note: Note) -> None:

@@ -279,7 +279,8 @@ class Job:
         for worker in workers:
             worker.code, worker.lines, worker.lost = code, tuple(self._last_lines(worker.id)), lost
             self._ended_workers.append(worker)
-            news = f"{worker} {worker.ending}." if code and not worker.leaving and not lost else ""
+            is_news = code and not (worker.leaving or worker.killed or lost)  # else it has been said
+            news = f"{worker} {worker.ending}." if is_news else ""
             self._note("worker_exited", news, worker=worker.id, code=code, lines=list(worker.lines))
         for worker in workers:
             if code != 0 and not worker.leaving and not lost:

@@ -219,6 +219,7 @@ class Output:
         self._writers: dict[tuple[int, int], LineStream] = {}
         self._tails: dict[int, Tail] = {}
         self._lines_shown = 0
+        self.is_quiet = True  # no worker has written anything
         self._spoken: dict[int, int] = {}  # by worker: the number of its last line on stderr that was shown
         self._words: dict[int, _Words] = {}  # by worker
         folder = options.output_filename
@@ -259,6 +260,7 @@ class Output:
     def _write(self, worker: int, fd: int, piece: bytes, *others: int) -> None:
         if not piece:
             return
+        self.is_quiet = False
         prefix = b"[%s] " % _short([worker, *others])
         (LineStream(self._ours[fd], prefix) if others else self._writers[worker, fd]).write(piece)
         self._lines_shown += piece.count(b"\n")
@@ -311,7 +313,7 @@ class Output:
 
     def show(self, text: str) -> None:
         """Show the status line if stderr is a terminal."""
-        if self._ours[2].terminal:
+        if self.on_terminal:
             # Bytes of other processes must not control the terminal.
             shown = "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in text)
             self._ours[2].show(shown[: max(2, os.get_terminal_size(2).columns or 80) - 1].encode())
@@ -331,6 +333,10 @@ class Output:
             elif sink.poll_fd >= 0:
                 self._poller.forget(sink.poll_fd)
         return wait_s
+
+    @property
+    def on_terminal(self) -> bool:
+        return self._ours[2].terminal
 
     @property
     def held_up(self) -> bool:

@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from kvstore_hvd import log, native
 from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import KVHvdError
+from kvstore_hvd.errors import KVHvdError, message
 from kvstore_hvd.mxnet_compat.hooks import in_one_line
 from kvstore_hvd.world.stall import LIBRARIES
 
@@ -106,10 +106,13 @@ class ExitWatchdog:
         # After an exception of the program something may be wrong with MXNet itself: no progress prolongs the limit.
         if self._has_left_within(limit_s, lambda: None if is_early else _progress(engines(), limit_s, busy)):
             return
+        pending = sum(engine.counts()[1] for engine in engines())
         for engine in engines():
             engine.abort(text)
         if not self._has_left_within(_LAST_RESORT_S, lambda: None):
-            end_by_force("this worker cannot end: an operation of MXNet does not finish. Ending it by force.")
+            fact = f"the program has ended, but MXNet has not; pending operations: {pending}. It is ended by force."
+            fix = "mx.nd.waitall() at the end of the program shows which one hangs."
+            end_by_force(message(fact, fix=f"{fix} KVHVD_EXIT_TIMEOUT (seconds) allows longer waits."))
 
     def _has_left_within(self, limit_s: float, progress: Callable[[], object]) -> bool:
         deadline, before = Deadline(limit_s), progress()

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import logging
 import os
+import socket
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -112,7 +113,9 @@ class Process:
             elif world is not None:
                 self.meet(comm=comm)
             elif self.control is None:
-                self._join(discover(comm))
+                world = discover(comm)
+                _tell_launcher(world.topology.rank)
+                self._join(world)
             else:
                 self.control.on_lost = self._on_lost
                 world, is_real = self.control.enter()
@@ -405,6 +408,14 @@ class Process:
             if self._watchdog is not None and not reason:
                 self._watchdog.left.set()
             self._recorder.finish()
+
+
+def _tell_launcher(rank: int) -> None:
+    """Have a launcher that shows how many workers have come count this one."""
+    if config().arrivals:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+            sender.setblocking(False)
+            sender.sendto(bytes([rank]), f"\0{config().arrivals}".encode())
 
 
 def _report(unread: Sequence[Exception], was_lost: bool = True) -> None:

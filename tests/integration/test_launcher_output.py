@@ -2,6 +2,7 @@
 
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -70,15 +71,27 @@ def test_streams_that_are_closed_from_the_start(run, fd):
     assert sorted(job.err.splitlines()) == (["[0] e", "[1] e"] if fd != 2 else [])
 
 
-@pytest.mark.parametrize("options", ["-np 2", "--min-np 2"])
-def test_a_terminal_shows_what_may_be_prompts(start, options):
-    """Lines without an end; an elastic job has a status line besides."""
+PROMPT = "say('name? ')\nforever()"
+MEET = "import kvstore_hvd\nif rank == 1: wait_for('go')\nkvstore_hvd.init(); forever()"
+
+
+@pytest.mark.parametrize(
+    ("options", "program", "shown"),
+    [
+        ("-np 2", PROMPT, [r"name\? .*name\? "]),
+        ("--min-np 2", PROMPT, [r"name\? .*name\? ", r"\x1b\[2mkvhvdrun: "]),
+        ("-np 2", MEET, [r"\x1b\[2mkvhvdrun: 2 workers started, 1 has joined\x1b\[0m$", r"joined\x1b\[0m\r\x1b\[K$"]),
+    ],
+)
+def test_what_a_terminal_shows(start, options, program, shown):
+    """Lines without an end, which may be prompts; the status of an elastic job, or how many workers have joined."""
     ours, theirs = pty.openpty()
-    job = start(options, "say('name? ')\nforever()", stdout=theirs, stderr=theirs)
+    job, text = start(options, program, stdout=theirs, stderr=theirs), ""
     os.close(theirs)
-    text = b""
-    while text.count(b"name? ") < 2 or ("--min" in options and b"\x1b[2mkvhvdrun: " not in text):
-        assert select.select([ours], [], [], LIMIT_S)[0], text
-        text += os.read(ours, 4096)
+    for part in shown:
+        while not re.search(part, text, re.DOTALL):
+            assert select.select([ours], [], [], LIMIT_S)[0], text
+            text += os.read(ours, 4096).decode()
+        job.go()
     job.end(128 + signal.SIGINT, signal.SIGINT)
     os.close(ours)

@@ -36,10 +36,10 @@ def config_file(tmp_path):
 
 
 REFUSED = [
-    (["true"], "the number of workers is missing"),
+    (["-p", "2", "true"], "is missing; -p is the port of ssh.\n  Fix: kvhvdrun -p 2 -np 2 true"),
     (["-np", "2"], "no command was given"),
     (["-np", "2", "-x", "PATH=/nowhere", "ls"], "command 'ls' was not found.\n  Fix: check its name and PATH."),
-    (["-np", "2", __file__], f"is not executable.\n  Fix: kvhvdrun -np N {Path(sys.executable).name} {__file__}"),
+    (["-np", "2", __file__], f"is not executable.\n  Fix: kvhvdrun -np 2 {Path(sys.executable).name} {__file__}"),
     (["--hostfile", "/no/hosts", "true"], "the host file cannot be read: [Errno 2] No such file or directory"),
     (["-np", "1", "--checkpoint-every", "5", "true"], "--checkpoint-every: there is no file."),
     (["-np", "1", "--checkpoint", "/", "true"], "--checkpoint: '/' is a folder."),
