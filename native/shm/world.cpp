@@ -104,8 +104,8 @@ std::string describe_member(World& world, int rank_of_world) {
 }
 
 std::string describe_members(World& world, const std::vector<int>& ranks_of_world) {
-  constexpr std::size_t kMost = 8;
-  const std::size_t shown = std::min(ranks_of_world.size(), kMost);
+  constexpr std::size_t kNamed = 8;
+  const std::size_t shown = std::min(ranks_of_world.size(), kNamed);
   std::string text;
   for (std::size_t i = 0; i < shown; ++i) {
     if (i > 0) text += i + 1 == ranks_of_world.size() ? " and " : ", ";
@@ -113,7 +113,7 @@ std::string describe_members(World& world, const std::vector<int>& ranks_of_worl
   }
   if (shown == ranks_of_world.size()) return text;
   std::vector<int> rest;
-  for (std::size_t i = kMost; i < ranks_of_world.size(); ++i)
+  for (std::size_t i = kNamed; i < ranks_of_world.size(); ++i)
     rest.push_back(world.member(ranks_of_world[i]).rank_of_all);
   return text + " and " + describe_ranks(rest);
 }
