@@ -29,7 +29,7 @@ def plain(line):
     """A line without what differs from run to run: hosts, processes, folders, order, last digits of a loss."""
     line = re.sub(r"\([\w.-]+, pid \d+\)", "(host, pid)", line)
     line = re.sub(r'File ".*?/?(\w+\.py)"', r'File "\1"', line)
-    line = re.sub(r"checkpoint \S+", "checkpoint", line)
+    line = re.sub(r"checkpoint \S+|(?<= on stderr)( are above\.|:)$", "checkpoint", line)
     line = re.sub(r"First, worker \d+ \(localhost:\d+\)", "First, worker", line)
     line = re.sub(r"(pid|from step) \d+|'\w+' \(key \d\)", r"\1", line)
     return re.sub(r"loss [\d.]+e-\d+", "loss", line)
