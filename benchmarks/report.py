@@ -54,7 +54,7 @@ METHODS = {
     "Open MPI": Method("Open MPI", "Allreduce(MPI.IN_PLACE) of mpi4py, tensor after tensor", MPI, "^"),
     "MPICH": Method("MPICH", "Allreduce(MPI.IN_PLACE) of mpi4py, tensor after tensor", "#A6761D", "^"),
     "memcpy": Method("memcpy", "a copy of the array by every worker at once: a floor", GREY, "", ":"),
-    "scale": Method("in-place scale", "a multiplication of the array by every worker at once: a floor", GREY, "", "-."),
+    "scale": Method("in-place scale", "a multiplication of it by every worker at once: a floor", "#B0B0B0", "", "-."),
     "gloo": Method("gloo", "torch.distributed.all_reduce with the backend gloo", "#E69F00", "D"),
     "flat": Method("flat MPI", "one MPI_Allreduce of all ranks for each tensor", "#A6761D", "^"),
     "wire": Method("wire", "only the bytes between the hosts, by MPI_Alltoall: a floor", GREY, "", ":"),
@@ -363,10 +363,10 @@ def source(read: Read) -> str:
 
 def figure_of(title: str, text: str, told: Told, read: Read) -> str:
     """Return a picture with its title, caption, legend and command."""
-    legend, (caption, names), command = "", told, read["run"]["command"]
+    command = (RESULTS / f"{read['stem']}.txt").read_text().partition("\n")[0]
+    legend, (caption, names) = "", told
     for label, meaning, colour, marker, line in (METHODS[name] for name in names):
-        glyph = GLYPHS[marker][line != "-"]
-        legend += f'<li><span style="color:{colour}">{glyph}</span> <b>{label}</b>: {meaning}</li>\n'
+        legend += f'<li><b style="color:{colour}">{GLYPHS[marker][line != "-"]}</b> <b>{label}</b>: {meaning}</li>\n'
     command = html.escape(command if "benchmarks/" in command else f"in benchmarks/: {command}")
     return (
         f'<figure id="{read["stem"]}">\n<h3>{title}</h3>\n{text}<figcaption>{caption}\n<ul>\n{legend}</ul>\n'
@@ -382,8 +382,8 @@ def main() -> None:
         groups[title] = speeds(*(files[stem] for stem in stems))
         least, *_, most = sorted(groups[title], key=lambda bar: bar.value)
         found = f"Speed of {what}: {least.text} ({least.label}) to {most.text} ({most.label})."
-        sources = "<br>\n".join(source(files[stem]) for stem in stems)
-        lines += f"<li><b>{title}.</b> {found}<br>\n<small>{sources}</small></li>\n"
+        found += "".join(f"<br>\n<small>{source(files[stem])}</small>" for stem in stems)
+        lines += f"<li><b>{title}.</b> {found}</li>\n"
     text, _ = svg_of("comparison", draw_bars, groups, 1, "relative speed of kvstore-hvd; right of 1x it is faster")
     COMPARISON.write_text(text.replace("<defs>", f"<defs>\n  <style>{LIGHT_AND_DARK}</style>", 1))
     page += f"<figure>\n{text}<figcaption>{COMPARED}</figcaption>\n</figure>\n<ul>\n{lines}</ul>\n<p>{HINT}</p>\n"
