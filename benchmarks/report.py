@@ -119,6 +119,8 @@ def draw_bars(figure: Any, groups: Groups, origin: float, label: str) -> list[st
     low, high = min(least, min(values) / 1.8), max(most, *values)
     if origin:
         axes.set_xscale("log", base=2 if origin == 1 else 10)
+    else:
+        axes.locator_params(axis="x", nbins=6)
     axes.set(xlabel=label, xlim=(low, high * (high / low) ** 0.15 if origin else high * 1.17), ylim=(place - 0.6, -0.6))
     axes.set_yticks(*zip(*ticks))
     axes.minorticks_off()
@@ -329,13 +331,11 @@ STYLE |= {"axes.grid": True, "axes.axisbelow": True, "grid.alpha": 0.25, "savefi
 STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.w_pad": 0.1}
 LIGHT_AND_DARK = "svg{color:#222;background:#fff}@media(prefers-color-scheme:dark){svg{color:#ddd;background:#16181c}}"
 PAGE = """<!DOCTYPE html><html lang="en">
-<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>kvstore-hvd: benchmarks</title>
-<style>
+<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>kvstore-hvd: benchmarks</title><style>
 :root { color-scheme: light dark } body { font: 16px/1.5 sans-serif; max-width: 44em; margin: auto; padding: 1em }
 svg { display: block; width: 100%; height: auto } figure { margin: 2em 0 } code { overflow-wrap: anywhere }
 li { margin: 0.3em 0 } figcaption ul { list-style: none; padding: 0 }
-</style>
-<h1>kvstore-hvd: benchmarks</h1>
+</style><h1>kvstore-hvd: benchmarks</h1>
 """
 COMPARED = """Right of 1x, kvstore-hvd is faster than the method that heads the group. Each bar comes from one run, in
 which both sides took turns on one machine; groups come from different runs. A number of bytes is the size of a float32
