@@ -52,6 +52,7 @@ _LATER = {
 
 __all__ = [name for names in _LATER.values() for name in names]
 __all__ += _errors.__all__
+__all__.sort()
 
 if not TYPE_CHECKING:
 
@@ -66,7 +67,7 @@ if not TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return ["__version__", *__all__]
 
 
 # -- MXNet -------------------------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ class Segment:
         thresholds : str
             What differs from the defaults, see `thresholds`; decides for all workers.
         set_number, size_of_all, ranks
-            Of a world of some of the workers, as in `Topology`: what messages name.
+            Of a world of some of the workers, as in `Place`: what messages name.
         has_core_for_each : bool, optional
             Whether the workers may use as many cores as they are, so that one that waits may spin. By default as this
             thread may.

@@ -62,7 +62,7 @@ def fresh_log(monkeypatch):
 
 @pytest.fixture
 def world(_process):
-    """Return the `Topology` of the initialised world; fails when an earlier test has lost that world."""
+    """Return the `Place` of the initialised world; fails when an earlier test has lost that world."""
     lost = importlib.import_module("kvstore_hvd.errors").HorovodInternalError
     try:
         _process.member.check()

@@ -52,3 +52,7 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         _require_mxnet()  # its class derives from one of MXNet's
         return importlib.import_module("kvstore_hvd.elastic.sampler").ElasticSampler
+
+
+def __dir__() -> list[str]:
+    return __all__

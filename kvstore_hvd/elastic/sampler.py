@@ -69,7 +69,7 @@ class ElasticSampler(EpochSampler):
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
         self._processed = np.zeros(self.length, bool)
-        self._order = self.order_of(epoch)
+        self._order = self._order_of(epoch)
         self.reset()
 
     def reset(self) -> None:
@@ -189,7 +189,7 @@ class ElasticSampler(EpochSampler):
         """
         count = self.length
         epoch = operator.index(state_dict.get("epoch", self.epoch))
-        order = self._order if epoch == self.epoch else self.order_of(epoch)
+        order = self._order if epoch == self.epoch else self._order_of(epoch)
         processed, fact = np.zeros(count, bool), ""
         if "processed_mask" in state_dict:
             mask = np.unpackbits(np.frombuffer(state_dict["processed_mask"], np.uint8))

@@ -46,7 +46,7 @@ class EpochSampler(mx.gluon.data.Sampler):
         """Begin an epoch: its number and the seed choose the order. Call it on every worker."""
         self.epoch = operator.index(epoch)
 
-    def order_of(self, epoch: int) -> Indices:
+    def _order_of(self, epoch: int) -> Indices:
         """The samples of an epoch in order, as a ``numpy.ndarray`` of int64; the same on all workers."""
         if not self.shuffle:
             return np.arange(self.length)
@@ -91,7 +91,7 @@ class DistributedSampler(EpochSampler):
         self.last = last
 
     def __iter__(self) -> Iterator[int]:
-        topology, order = process.current().topology, self.order_of(self.epoch)
+        topology, order = process.current().topology, self._order_of(self.epoch)
         if self.last != "keep":
             order = np.resize(order, len(self) * topology.size)
         return iter(order[topology.rank :: topology.size].tolist())
@@ -154,7 +154,7 @@ class DistributedBatchSampler(EpochSampler):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield this worker's share of each batch that is not recorded yet."""
-        topology, order = process.current().topology, self.order_of(self.epoch)
+        topology, order = process.current().topology, self._order_of(self.epoch)
         for number in range(self.processed, self._count):
             begin = number * self.global_batch_size
             batch = order[begin : begin + self.global_batch_size]

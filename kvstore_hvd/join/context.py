@@ -115,7 +115,7 @@ class Join:
         if any(group is not groups[0] for group in groups):
             fact = "Using join context manager with multiple process groups"
             raise InvalidRequestError(message(fact, fix="nest one Join for each process set."))
-        self._world = process.current().member if groups[0] is None else groups[0].world("Join")
+        self._world = process.current().member if groups[0] is None else groups[0]._world("Join")
         self._has_only_trainers = len(self._trainers) == len(self._hooks)
         self._thread = 0
         # Steps are seen in the engine; otherwise workers announce each iteration.
@@ -332,7 +332,7 @@ class Join:
             return error.world is self._world
         if not isinstance(error, _SHARED):
             return False
-        who = str(error).partition("]")[0]  # see `Topology.prefix`
+        who = str(error).partition("]")[0]  # see `Place.prefix`
         worlds = [each for each in process.current().worlds_within(self._world) if each is not self._world]
         sets = [each.topology.set_number for each in worlds if each.topology.set_number]
         return not any(re.search(rf"process set {number}\b", who) for number in sets)

@@ -48,6 +48,7 @@ __all__ = [
     "shard",
 ]
 __all__ += _mpi_ops.__all__
+__all__.sort()
 
 if TYPE_CHECKING:
     from kvstore_hvd.gluon import (
@@ -78,3 +79,7 @@ else:
         _require_mxnet()
         value = globals()[name] = getattr(importlib.import_module(f"kvstore_hvd.{home}"), name)
         return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "elastic"])

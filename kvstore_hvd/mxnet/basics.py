@@ -14,7 +14,7 @@ from kvstore_hvd.mxnet import process_sets as sets
 from kvstore_hvd.timeline import start_timeline, stop_timeline
 from kvstore_hvd.world import process
 from kvstore_hvd.world.discover import initialised_mpi
-from kvstore_hvd.world.topology import Topology
+from kvstore_hvd.world.topology import Place
 
 __all__ = [
     "ccl_built",
@@ -90,7 +90,7 @@ def is_initialized() -> bool:
     return process.everybody.is_initialized or process.everybody.is_forked
 
 
-def _topology() -> Topology:
+def _topology() -> Place:
     # A forked child, such as a worker process of a DataLoader, may ask what its part of the data is.
     if not is_initialized():
         raise NotInitializedError(message("Horovod has not been initialized.", fix="call hvd.init() first."))

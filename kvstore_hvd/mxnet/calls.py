@@ -130,7 +130,7 @@ class Collective:
     """
 
     def __init__(self, operation: str, process_set: ProcessSet, name: Optional[str] = None, priority: Any = 0) -> None:
-        self.world = process_set.world(operation)
+        self.world = process_set._world(operation)
         topology = self.world.topology
         self.call = Call(operation, topology)
         self.priority = priority_of(self.call, priority)

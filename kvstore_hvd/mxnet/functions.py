@@ -237,7 +237,7 @@ def _follow(one: Collective, process_set: ProcessSet, namespace: str, shown: str
     """Broadcast a parameter once it is initialised. Nothing waits, and names match: the order may be any."""
 
     def broadcast(parameter: Any) -> None:
-        world = process_set.world(one.call.operation)
+        world = process_set._world(one.call.operation)
         with world.submitting():
             arrays = mxnet_compat.arrays_of(parameter) or []
             check_group(one.call, Group(shown, arrays[:1], arrays))

@@ -211,7 +211,7 @@ def broadcast_(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every member has called it, not for pending operations on arrays. Exceptions as `allreduce`."""
-    process_set.world("barrier").barrier("hvd")
+    process_set._world("barrier").barrier("hvd")
 
 
 def join(device: Any = -1, process_set: ProcessSet = global_process_set) -> int:

@@ -115,7 +115,7 @@ class DistributedTrainer(mx.gluon.Trainer):
         if isinstance(optimizer, DistributedOptimizer):
             text = "DistributedTrainer does not take a DistributedOptimizer: the optimizer inside it is used."
             warnings.warn(text, stacklevel=2)
-            optimizer = optimizer.unwrap()
+            optimizer = optimizer._unwrap()
         if prefix is not None and not isinstance(prefix, str):
             _refuse("DistributedTrainer", f"prefix is {prefix!r}.", "pass a str.")
         store = _store_for("DistributedTrainer", gradient_predivide_factor, num_groups, process_set, sparse_as_dense)
@@ -211,7 +211,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):
         self.__dict__.update(_optimizer=optimizer, _factor=gradient_predivide_factor, _set=process_set)
         self.__dict__.update(_sparse_as_dense=sparse_as_dense, _kvstore_hvd_store=store)
 
-    def unwrap(self) -> Any:
+    def _unwrap(self) -> Any:
         """The inner optimizer, whose ``rescale_grad`` is not divided by the number of workers."""
         return self._optimizer
 
@@ -275,7 +275,7 @@ def _store_for(who: str, factor: Any, num_groups: Any, process_set: ProcessSet, 
         _refuse(who, f"num_groups is {num_groups!r}.", "pass an int that is not negative.")
     if not isinstance(sparse_as_dense, bool):
         _refuse(who, f"sparse_as_dense is {sparse_as_dense!r}.", "pass True or False.")
-    return Horovod(process_set.world(who, or_outside=True), Reduction(prescale=1.0 / factor))
+    return Horovod(process_set._world(who, or_outside=True), Reduction(prescale=1.0 / factor))
 
 
 def _submit_all(submissions: Iterable[Callable[[], None]]) -> None:

@@ -91,9 +91,9 @@ class ProcessSet:
         """Whether this worker is a member; None unless the set is registered."""
         return None if self.process_set_id is None else self.rank() != -1
 
-    def world(self, operation: str, or_outside: bool = False) -> Member:
+    def _world(self, operation: str, or_outside: bool = False) -> Member:
         """This worker's part in the world of the set; `or_outside`: also where the worker is not in the set."""
-        everybody = global_process_set.world(operation)
+        everybody = global_process_set._world(operation)
         call = Call(operation, everybody.topology)
         if self.process_set_id is None or self._registered is None:
             fact, fix = f"{self} is not registered.", "add it with hvd.add_process_set() or hvd.init(process_sets=...)."
@@ -137,7 +137,7 @@ class _GlobalProcessSet(ProcessSet):
         """0; None outside of a world."""
         return 0 if process.everybody.is_initialized else None
 
-    def world(self, operation: str, or_outside: bool = False) -> Member:
+    def _world(self, operation: str, or_outside: bool = False) -> Member:
         """See `ProcessSet.world`."""
         if not process.everybody.is_initialized:
             fix = "call hvd.init() first."
@@ -217,7 +217,7 @@ def register(chosen: Sequence[ProcessSet], operation: str) -> None:
 
     A set of ``init()`` that is registered already is used again; its new object stands beside the former ones.
     """
-    world, registry = global_process_set.world(operation), _registry()
+    world, registry = global_process_set._world(operation), _registry()
     if process.everybody.is_waiting:
         registry.requested += [each for each in chosen if not any(one is each for one in registry.requested)]
         return
@@ -287,7 +287,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     """
     operation = "remove_process_set"
     _check_dynamic(operation)
-    world, registry, number = global_process_set.world(operation), _registry(), process_set.process_set_id or 0
+    world, registry, number = global_process_set._world(operation), _registry(), process_set.process_set_id or 0
     with world.submitting():
         table = world.all_rows(operation, "hvd.remove_process_set", "process set", np.array([number], np.int64))
         call, named = Call(operation, world.topology), [f"set {each}" for each in table[:, 0].tolist()]

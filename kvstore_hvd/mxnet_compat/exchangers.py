@@ -8,7 +8,7 @@ first summed by a store of MXNet's. Such an optimizer updates in Python, not in 
 an exception of a callback and goes on, so the loss of the world would pass unnoticed.
 
 An optimizer says that it is one by an attribute ``_kvstore_hvd_synchronised = True``. It may have
-``_kvstore_hvd_store``, its store, one of ours; and, with an optimizer inside it, ``unwrap()`` and
+``_kvstore_hvd_store``, its store, one of ours; and, with an optimizer inside it, ``_unwrap()`` and
 ``_kvstore_hvd_adopt(other)``.
 
 A Trainer or Module whose store stays in this worker is refused beside other workers, unless the script exchanges:
@@ -98,7 +98,7 @@ def patch(mxnet: Any) -> None:
         optimizer = self.optimizer
         if exchanging_in(optimizer) is not optimizer or not hasattr(optimizer, "_kvstore_hvd_adopt"):
             return original(self, dump_optimizer)
-        with holding(self, optimizer=optimizer.unwrap()):
+        with holding(self, optimizer=optimizer._unwrap()):
             return original(self, dump_optimizer)
 
     def set_states(original: Callable[..., Any], self: Any, states: Any) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from kvstore_hvd import mxnet_compat, native
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, MismatchError, UnsupportedDtypeError, message
-from kvstore_hvd.world.topology import Topology
+from kvstore_hvd.world.topology import Place
 
 Key = Union[int, str]
 
@@ -95,7 +95,7 @@ class Call:
     """The caller and its operation, for messages."""
 
     operation: str
-    topology: Topology
+    topology: Place
     names: Mapping[str, str] = field(default_factory=dict)  # of parameters, by str(key)
 
     def label(self, key: Key) -> str:

@@ -22,7 +22,7 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
 from kvstore_hvd.world.exit import end_by_force
 from kvstore_hvd.world.links import own_addresses
-from kvstore_hvd.world.topology import Host, Topology, World, virtual_hosts
+from kvstore_hvd.world.topology import Host, Place, World, virtual_hosts
 
 
 class ControlConnection:
@@ -103,7 +103,7 @@ class ControlConnection:
         if self._test_hosts:
             hosts, more["local_rank_of"] = virtual_hosts(hosts, self._test_hosts), ()
         return World(
-            Topology.of(answer["rank"], hosts, source="launcher", **more),
+            Place.of(answer["rank"], hosts, source="launcher", **more),
             answer.get("job", ""),
             self._secret,
             lost=lambda: self.why_lost(generation),

@@ -32,7 +32,7 @@ from kvstore_hvd.config import Config, MPILaunch, config, tell_unused
 from kvstore_hvd.errors import InvalidRequestError, LaunchError, message, rank_list
 from kvstore_hvd.world.control import meet
 from kvstore_hvd.world.exit import end_children_without_mpi, end_links_at_exit, finalise_mpi_at_exit, note_world
-from kvstore_hvd.world.topology import FIX_OF_LATE, Host, Topology, World, virtual_hosts
+from kvstore_hvd.world.topology import FIX_OF_LATE, Host, Place, World, virtual_hosts
 
 # After the start timeout each rank asks all others with an MPI message of this tag.
 _HERE = 32_000
@@ -64,7 +64,7 @@ def discover(comm: Any = None) -> World:
     elif ranks is not None:
         _check_ranks(ranks, 1)
     if world is None:
-        world = World(Topology.of(0, [Host.here()], source="single"), secrets.token_hex(8), secrets.token_bytes(32))
+        world = World(Place.of(0, [Host.here()], source="single"), secrets.token_hex(8), secrets.token_bytes(32))
     topology = world.topology
     log.set_rank(topology.rank, topology.size)
     if topology.rank == 0:
@@ -123,7 +123,7 @@ def _launcher_world(known: Config, ranks: tuple[int, ...] | None) -> World | Non
     if known.hosts:
         return dataclasses.replace(meet(rank, chosen), job=job)
     hosts, generation = [Host.here()] * len(chosen), known.generation
-    topology = Topology.of(chosen.index(rank), hosts, generation=generation, source="launcher")
+    topology = Place.of(chosen.index(rank), hosts, generation=generation, source="launcher")
     return World(topology, job, known.secret)
 
 
@@ -182,7 +182,7 @@ def _mpi_world(launch: MPILaunch | None, communicator: Any, ranks: tuple[int, ..
         hosts, pids, jobs, all_secrets = zip(*private.allgather(own))
         if chosen.size == everybody.size:  # so all ranks have left MPI_Init
             _unlink_files_of_mpich()
-        topology = Topology.of(chosen.rank, virtual_hosts(hosts, config().test_hosts), source="mpi", pids=pids)
+        topology = Place.of(chosen.rank, virtual_hosts(hosts, config().test_hosts), source="mpi", pids=pids)
         if topology.host_count == 1:
             private.Free()
             private = None
@@ -234,7 +234,7 @@ def _await_all(communicator: Any, barrier: Any, ranks: Iterable[int] = ()) -> No
             raise LaunchError(message(fact, rank=rank, size=size, fix=FIX_OF_LATE))
 
 
-def warn_beside(topology: Topology) -> None:
+def warn_beside(topology: Place) -> None:
     """Warn once if the program uses mpi4py, for which each of kvhvdrun's workers is alone."""
     mpi = initialised_mpi()
     if topology.source != "launcher" or topology.rank != 0 or mpi is None or mpi.COMM_WORLD.size >= topology.size:

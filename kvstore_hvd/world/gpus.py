@@ -16,13 +16,13 @@ from kvstore_hvd.gpu.nccl_executor import NcclExecutor
 from kvstore_hvd.gpu.ring_executor import RingExecutor
 from kvstore_hvd.gpu.runtime import Device, activate, reaches, shared
 from kvstore_hvd.gpu.staged_executor import StagedExecutor
-from kvstore_hvd.world.topology import Host, Topology, exchange
+from kvstore_hvd.world.topology import Host, Place, exchange
 
 # Bytes of staging memory of our kernels beside NCCL: two halves.
 _SMALL_STAGING = 2 << 20
 
 
-def create_executor(engine: native.Engine | None, topology: Topology, ordinal: int) -> Executor:
+def create_executor(engine: native.Engine | None, topology: Place, ordinal: int) -> Executor:
     """Make this worker's executor for arrays on one of its GPUs. Collective; the device becomes the current one."""
     number = 0
 

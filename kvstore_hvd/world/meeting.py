@@ -31,7 +31,7 @@ from kvstore_hvd.base.channel import peer_process
 from kvstore_hvd.base.cores import LOOK_S, Deadline
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import LaunchError, message
-from kvstore_hvd.world.topology import Topology, World, watching_namespaces
+from kvstore_hvd.world.topology import Place, World, watching_namespaces
 
 MAC_BYTES = NONCE_BYTES = 32
 #: Seconds between two looks at workers that are missing, and whether the world is lost.
@@ -118,7 +118,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
         return None
 
 
-def _error(topology: Topology, fact: str, fix: str, details: Iterable[str] = ()) -> LaunchError:
+def _error(topology: Place, fact: str, fix: str, details: Iterable[str] = ()) -> LaunchError:
     return LaunchError(message(fact, **topology.prefix, details=details, fix=fix))
 
 

@@ -25,7 +25,7 @@ from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.native import EngineStatistics
 from kvstore_hvd.world.segment import Connection, refusals_explained
 from kvstore_hvd.world.stall import StallInspector
-from kvstore_hvd.world.topology import Host, Topology, World, reduce_in_place
+from kvstore_hvd.world.topology import Host, Place, World, reduce_in_place
 
 # Seconds after an operation's deadline: the engine fails the operation a little later, with a better text.
 _PATIENCE_S = 5.0
@@ -225,7 +225,7 @@ class Member:
         return self._inspector is not None and self._inspector.has_given_up
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> Place:
         """This worker's rank in the world, the size, and so on; stays readable after `leave`."""
         assert self.world is not None
         return self.world.topology
@@ -430,7 +430,7 @@ class SetMember(Member):
         """Join this world of ranks of `outer`, whose members have joined `index - 1` before it. Raises as `join`."""
         topology = outer.topology
         ranks = self.ranks if topology.rank in self.ranks else (topology.rank,)
-        inner = Topology.of(
+        inner = Place.of(
             ranks.index(topology.rank),
             [Host(topology.hosts[rank], topology.hosts[rank]) for rank in ranks],
             generation=topology.generation,

@@ -24,7 +24,7 @@ from kvstore_hvd.world.discover import discover, warn_beside
 from kvstore_hvd.world.exit import ExitWatchdog, early_end, shorten_tracebacks
 from kvstore_hvd.world.member import Member, SetMember
 from kvstore_hvd.world.recorder import Recorder
-from kvstore_hvd.world.topology import Topology, World, exchange
+from kvstore_hvd.world.topology import Place, Topology, World, exchange
 
 __all__ = ["init", "is_initialized", "reset", "shutdown", "topology"]
 
@@ -58,12 +58,12 @@ class Process:
         return [self._member, *self.sets]
 
     @property
-    def topology(self) -> Topology:
+    def topology(self) -> Place:
         """This worker's rank, the size, and so on, as `member` knows it; stays readable after `shutdown`."""
         return self.member.topology
 
     @property
-    def last_topology(self) -> Topology | None:
+    def last_topology(self) -> Place | None:
         """That of the latest world that this worker was in, left or not; None before the first one."""
         return None if self._member.world is None or self._member.is_waiting else self._member.topology
 
@@ -173,7 +173,7 @@ class Process:
         with self._lock:
             self._leave(reason)
 
-    def meet(self, cause: str = "reset", text: str = "", comm: Any = None) -> Topology:
+    def meet(self, cause: str = "reset", text: str = "", comm: Any = None) -> Place:
         """Join the next world, after `leave`, or the running job that this worker has come to."""
         with self._lock:
             world = self._member.world

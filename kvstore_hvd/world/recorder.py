@@ -19,7 +19,7 @@ from typing import Any
 from kvstore_hvd import log, native
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, message
 from kvstore_hvd.timeline import Header, PartWriter, has_ended, part_path, write_trace
-from kvstore_hvd.world.topology import Topology, clock_ahead, exchange
+from kvstore_hvd.world.topology import Place, clock_ahead, exchange
 
 # Seconds between two writings; a killed worker loses the operations of this time.
 _PERIOD_S = 0.25
@@ -46,7 +46,7 @@ class Recorder:
         """Whether a timeline is being recorded by this process."""
         return self._part is not None and self._header.pid == os.getpid()
 
-    def start(self, file_path: Any, mark_cycles: bool, engine: native.Engine | None, topology: Topology) -> None:
+    def start(self, file_path: Any, mark_cycles: bool, engine: native.Engine | None, topology: Place) -> None:
         """Begin to record; collective. It succeeds on all workers, or fails on all and leaves no file."""
         target, fault = _absolute(file_path)
         wish = {"target": target, "fault": fault, "mark": bool(mark_cycles), "session": secrets.token_hex(8)}
@@ -84,7 +84,7 @@ class Recorder:
         self._thread = threading.Thread(target=self._run, name="kvstore_hvd-timeline", daemon=True)
         self._thread.start()
 
-    def stop(self, engine: native.Engine | None, topology: Topology) -> None:
+    def stop(self, engine: native.Engine | None, topology: Place) -> None:
         """End the recording; collective. The file is there when it returns. Does nothing without a recording."""
         if self.is_recording:
             faults = exchange(engine, topology, "timeline/stop", self._end())
@@ -98,7 +98,7 @@ class Recorder:
             text = "the timeline could not be written: %s\n  Fix: make room, then run `%s %s`."
             log.logger.error(text, fault, "python -m kvstore_hvd.timeline merge", self._target)
 
-    def joined(self, engine: native.Engine | None, topology: Topology) -> None:
+    def joined(self, engine: native.Engine | None, topology: Place) -> None:
         """Record the operations of this world, during a recording; the world of a process set follows that of all."""
         if not self.is_recording:
             return
@@ -110,7 +110,7 @@ class Recorder:
                 self._engines[topology.set_number] = engine
                 engine.start_timeline(_CAPACITY)
 
-    def left(self, topology: Topology | None = None) -> None:
+    def left(self, topology: Place | None = None) -> None:
         """Write the last operations of this world, or of all worlds, and record it no more."""
         if not self.is_recording:
             return
@@ -207,7 +207,7 @@ def _absolute(file_path: Any) -> tuple[str, str]:
     return os.path.abspath(path), ""
 
 
-def _text(topology: Topology, operation: str, faults: list[str], fix: str) -> str:
+def _text(topology: Place, operation: str, faults: list[str], fix: str) -> str:
     fact, *others = dict.fromkeys(filter(None, faults))
     details = [f"rank {rank}: {fault}" for rank, fault in enumerate(faults) if fault and others]
     if others:

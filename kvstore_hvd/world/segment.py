@@ -25,7 +25,7 @@ from kvstore_hvd.world.exit import end_links_at_exit, note_world
 from kvstore_hvd.world.gpus import create_executor
 from kvstore_hvd.world.links import start_link
 from kvstore_hvd.world.meeting import share_segment
-from kvstore_hvd.world.topology import Topology, World
+from kvstore_hvd.world.topology import Place, World
 
 # Address space for the arenas of all workers of a host, of the 128 TiB of a process.
 _ADDRESS_SPACE = 32 << 40
@@ -172,7 +172,7 @@ def _thresholds() -> str:
     return changes
 
 
-def _arena_bytes(topology: Topology) -> int:
+def _arena_bytes(topology: Place) -> int:
     if not config().zero_copy:
         return 0
     # The arenas are mapped, and count as a file; a link maps that of a host's only worker once more.
@@ -193,7 +193,7 @@ def _arena_bytes(topology: Topology) -> int:
     return min(wanted, available)
 
 
-def _check_room(topology: Topology) -> None:
+def _check_room(topology: Place) -> None:
     """Raise LaunchError where this process lacks open files for one more world."""
     limit = cores.limit_of(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
@@ -211,7 +211,7 @@ def _check_room(topology: Topology) -> None:
 
 
 @contextlib.contextmanager
-def refusals_explained(topology: Topology) -> Iterator[None]:
+def refusals_explained(topology: Place) -> Iterator[None]:
     """Turn errors of the system within the block into a LaunchError that names a fix."""
     fact = "the system refuses what a world of workers needs: "
     try:

@@ -22,7 +22,7 @@ from typing import Any
 from kvstore_hvd import log, native
 from kvstore_hvd.base.cores import LOOK_S, RunningClock
 from kvstore_hvd.native import Missed, Waiting
-from kvstore_hvd.world.topology import Topology
+from kvstore_hvd.world.topology import Place
 
 # What the names of this package's threads begin with; stacks leave those out.
 _OWN_THREADS = "kvstore_hvd-"
@@ -63,7 +63,7 @@ class StallInspector:
     def __init__(
         self,
         engine: native.Engine,
-        topology: Topology,
+        topology: Place,
         check_s: float,
         shutdown_s: float,
         describe: Callable[[str], str],

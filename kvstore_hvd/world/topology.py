@@ -95,9 +95,15 @@ class Topology:
     cross_rank: int
     cross_size: int
     hosts: tuple[str, ...]
-    local_rank_of: tuple[int, ...]  # each rank
     generation: int = 0
     source: str = "single"
+
+
+@dataclass(frozen=True, repr=False)
+class Place(Topology):
+    """A topology with what this package needs besides."""
+
+    local_rank_of: tuple[int, ...] = ()  # each rank
     pids: tuple[int, ...] = ()  # the process of each rank, of a world on several hosts
     # Messages name ranks by those in the world of all.
     all_ranks: tuple[int, ...] = ()  # the rank of each rank in the world of all, ascending
@@ -108,7 +114,7 @@ class Topology:
     @classmethod
     def of(
         cls, rank: int, hosts: Sequence[Host], *, source: str, local_rank_of: Sequence[int] = (), **more: Any
-    ) -> Topology:
+    ) -> Place:
         """Derive the rest from the host of each rank, and from the local ranks if the launcher has given them."""
         # Hostnames have a suffix ('node#2') where different hosts have the same one.
         names, used = dict[str, str](), Counter[str]()
@@ -121,7 +127,7 @@ class Topology:
         column = [r for r, local_rank in enumerate(local) if local_rank == local[rank]]
         counts = len(hosts), local[rank], of_ranks.count(of_ranks[rank]), column.index(rank), len(column)
         of_all = {"all_ranks": tuple(range(len(hosts))), "size_of_all": len(hosts)}
-        return cls(rank, *counts, of_ranks, local, source=source, **{**of_all, **more})
+        return cls(rank, *counts, of_ranks, source=source, local_rank_of=local, **{**of_all, **more})
 
     @property
     def rank_in_all(self) -> int:
@@ -187,7 +193,7 @@ def _ranks_by(values: Iterable[Any]) -> dict[Any, list[int]]:
 class World:
     """A topology and what its ranks need to find and trust each other."""
 
-    topology: Topology
+    topology: Place
     job: str  # equal on all ranks of the world, and on no others; so is the secret
     secret: bytes = field(repr=False)
     #: Why the world is lost, before the ranks have met or afterwards; '' as long as it is not.
@@ -210,7 +216,7 @@ class World:
 # -- Texts and clocks of all ranks ----------------------------------------------------------------------------------
 
 
-def exchange(engine: native.Engine | None, topology: Topology, name: str, text: str) -> list[str]:
+def exchange(engine: native.Engine | None, topology: Place, name: str, text: str) -> list[str]:
     """The text of every rank, in the order of ranks; collective. No engine: a world of one."""
     if engine is None:
         return [text]
@@ -224,7 +230,7 @@ def exchange(engine: native.Engine | None, topology: Topology, name: str, text: 
     return [row[:length].tobytes().decode(errors="surrogatepass") for row, length in zip(rows, lengths.tolist())]
 
 
-def clock_ahead(engine: native.Engine | None, topology: Topology, name: str) -> tuple[int, int]:
+def clock_ahead(engine: native.Engine | None, topology: Place, name: str) -> tuple[int, int]:
     """By how many ns this host's monotonic clock is ahead of rank 0's, and the error of that; collective."""
     # F. Cristian, Probabilistic clock synchronization (1989). No rank has a sum before all ranks have submitted it: its
     # times bound the difference from both sides. All ranks of a host take the times of the host's lowest rank.

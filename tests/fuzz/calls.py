@@ -37,7 +37,7 @@ class Calls:
 
     def check(self, members: tuple[int, ...]) -> None:
         """Raise what any call on the set would raise: the error of an operation that nobody has read."""
-        self._set_of(members).world("check").check()
+        self._set_of(members)._world("check").check()
 
     def prepare(
         self, operation: Operation, model: Model, draw: random.Random, fault: Optional[Fault], source: Any
@@ -47,7 +47,7 @@ class Calls:
         if "barrier" in operation.kind or "_object" in operation.kind:
             return arrays
         place = operation.members.index(self._rank)
-        world = self._set_of(operation.members).world("prepare")
+        world = self._set_of(operation.members)._world("prepare")
         adapter = world.adapter_for_gradients() if operation.memory[place] == "arena" else None
         given = model.inputs(operation.index, self._rank)
         healthy = self._healthy_tensors(operation, len(given))

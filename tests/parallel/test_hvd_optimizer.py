@@ -111,7 +111,7 @@ def test_a_distributed_optimizer_is_unwrapped(rank, size):
     mx.optimizer.get_updater(wrapped)(0, gradient, x)
     np.testing.assert_allclose(x.asnumpy(), [-0.1 * 0.25 * (size + 1) / 2] * 2, rtol=1e-6)
     for _ in range(3):
-        assert wrapped.unwrap() is inner
+        assert wrapped._unwrap() is inner
         assert inner.rescale_grad == wrapped.rescale_grad == 0.25
     with pytest.warns(UserWarning, match="does not take a DistributedOptimizer"):
         trainer = hvd.DistributedTrainer(mlp().collect_params(), wrapped)
@@ -230,7 +230,7 @@ def test_states(rank, size, tmp_path):
         parameter.set_data(gluon.array(values))
     trainer.load_states(str(tmp_path / "states"))
     assert trainer.optimizer is trainer._updaters[0].optimizer is optimizer
-    assert optimizer.unwrap().num_update == 1
+    assert optimizer._unwrap().num_update == 1
     step(net, trainer, rank, [1, 2])
     assert_trained(net, reference(size))
 

@@ -63,7 +63,7 @@ def test_rules(dynamic, rank, size):
         with pytest.raises(ValueError, match="exists already"):
             hvd.add_process_set([0])
         number = first.process_set_id
-        inner = first.world("this test") if rank == 0 else None
+        inner = first._world("this test") if rank == 0 else None
         assert hvd.remove_process_set(first) is True
         if inner is not None:  # what a store of the set would ask
             with pytest.raises(
@@ -157,7 +157,7 @@ def test_errors_name_the_set_and_its_ranks_among_all(dynamic, rank, size):
 def test_an_abort_ends_the_waits_of_sets(dynamic, rank, size):
     few = hvd.add_process_set([0, 1])
     if few.included():
-        inner = few.world("test")
+        inner = few._world("test")
         if rank == 1:
             waiting = hvd.allreduce(mx.nd.ones((2,)), name="x", process_set=few)  # rank 0 never comes
         if rank == 0:
@@ -178,6 +178,6 @@ def test_verify_within_a_set(dynamic, rank, size):
     parameters = [("weight", mx.nd.full((3,), min(rank, 1) if few.included() else 7))]
     if few.included():
         with pytest.raises(DivergedError, match="rank 1"):
-            divergence.compare(parameters, "mine", "", few.world("verify"))
-        divergence.compare([("weight", mx.nd.ones((3,)))], "mine", "", few.world("verify"))
+            divergence.compare(parameters, "mine", "", few._world("verify"))
+        divergence.compare([("weight", mx.nd.ones((3,)))], "mine", "", few._world("verify"))
     hvd.remove_process_set(few)

@@ -8,7 +8,7 @@ from typing import Any, Optional
 from kvstore_hvd import native
 from kvstore_hvd.errors import KVHvdError
 from kvstore_hvd.world import process
-from kvstore_hvd.world.topology import Host, Topology, World
+from kvstore_hvd.world.topology import Host, Place, World
 
 
 class FakeAdapter:
@@ -90,7 +90,7 @@ class FakeConnection:
 def fake_world(rank: int = 0, size: int = 2) -> Iterator[FakeConnection]:
     """Put this process into a fake world for the duration; stores created inside belong to it."""
     mine = process.Process()
-    topology = Topology.of(rank, [Host.here()] * size, source="launcher")
+    topology = Place.of(rank, [Host.here()] * size, source="launcher")
     connection = FakeConnection(FakeAdapter())
     mine._member.world = World(topology, "fake", b"")
     mine._member._connection = connection  # type: ignore[assignment]

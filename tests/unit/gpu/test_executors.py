@@ -17,7 +17,7 @@ from kvstore_hvd.gpu.runtime import Device
 from kvstore_hvd.gpu.staged_executor import StagedExecutor
 from kvstore_hvd.world import gpus
 from kvstore_hvd.world.gpus import create_executor
-from kvstore_hvd.world.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Place
 from support.executor_cases import STAGING, ExecutorCases, Ranks
 from support.fake_cuda import COMPILER, FakeDevice, fake_cuda, host_kernels
 from support.fake_nccl import FakeNccl
@@ -33,7 +33,7 @@ class Engines:
         return self._engines[rank]
 
     def topology(self, rank):
-        return Topology.of(rank, [Host("here", "here")] * self.size, source="launcher")
+        return Place.of(rank, [Host("here", "here")] * self.size, source="launcher")
 
     def close(self):
         on_ranks(self.size, lambda rank: self._engines[rank].shutdown())

@@ -12,13 +12,13 @@ from kvstore_hvd.mxnet import basics, mpi_ops, process_sets
 from kvstore_hvd.mxnet.optimizer import DistributedTrainer, Scale
 from kvstore_hvd.mxnet.process_sets import agreed_sets, row_of
 from kvstore_hvd.store.keys import Call
-from kvstore_hvd.world.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Place
 
 
 def judged(*rows):
     size = len(rows)
     table = np.array([np.concatenate(each) for each in rows])
-    return agreed_sets(Call("init", Topology.of(0, [Host("node", "a")] * size, source="launcher")), table)
+    return agreed_sets(Call("init", Place.of(0, [Host("node", "a")] * size, source="launcher")), table)
 
 
 def ranks(*named, size=4):

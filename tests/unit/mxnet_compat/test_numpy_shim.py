@@ -193,14 +193,6 @@ def test_require_mxnet_passes_on_why_it_fails(tmp_path, line, why):
     assert f"  Fix: {mxnet_compat.pip_command()} (and leave KVHVD_NUMPY_SHIM unset)" in told
 
 
-def test_a_program_that_ends_without_mxnet_says_how_to_install_it():
-    script = (
-        "import os, sys, kvstore_hvd; sys.path = [path for path in sys.path if 'packages' not in path]\n"
-        "sys.excepthook = lambda kind, error, trace: (print(error, flush=True), os._exit(0))\nimport mxnet"
-    )
-    assert python(script) == f"No module named 'mxnet'\n  Fix: {mxnet_compat.pip_command()}"
-
-
 def test_pip_command(monkeypatch):
     for version, command in [
         ((3, 9), "pip install mxnet==1.9.1 'numpy<1.24'"),

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import kvstore_hvd
-from kvstore_hvd import native
+from kvstore_hvd import errors, native
 from kvstore_hvd.launch.command import _options
 from support.patience import patient
 
@@ -75,6 +75,33 @@ def test_import_needs_no_optional_library(imports, unneeded):
     program = f"import sys; {imports}; sys.exit(' '.join(set({unneeded}) & set(sys.modules)) or 0)"
     answer = subprocess.run([sys.executable, "-c", program], timeout=patient(60), capture_output=True, text=True)
     assert answer.returncode == 0, f"{imports} imports {answer.stderr}"
+
+
+# What public classes have and their bases, many of them MXNet's, have not.
+MEMBERS = """
+Compression bf16 fp16 none; DistributedBatchSampler load_state_dict record_batch size_of state_dict;
+DistributedEstimator average_running_statistics; ElasticSampler get_indices indices load_state_dict processed_indices
+processed_num record_batch record_indices remaining_indices reset state_dict; Horovod barrier cross_rank cross_size
+init local_rank local_size pull push report reset row_sparse_pull set_gradient_compression; HostUpdateResult added
+mixed no_update removed; Join notify_join_context; JoinHook main_hook post_hook; Joinable join_device join_hook
+join_process_group; ObjectState load; ProcessSet included mpi_comm process_set_id rank ranks size; ReduceOp ADASUM
+AVERAGE MAX MIN PRODUCT SUM; StagedHandler adopt receive settle stage; State check_host_updates commit
+on_hosts_updated on_reset register_reset_callbacks reset restore save sync; StateHandler content misfit reset restore
+save set_value sync take; Topology cross_rank cross_size generation hosts local_rank local_size rank size source
+"""
+
+
+def test_the_public_names_are_those_that_are_meant():
+    found = {}
+    for part in ("", ".elastic", ".errors", ".gluon", ".join", ".mxnet", ".numpy_ops", ".timeline"):
+        module = importlib.import_module(f"kvstore_hvd{part}")
+        assert sorted(module.__all__) == list(module.__all__)
+        public = [getattr(module, name) for name in module.__all__ if name not in errors.__all__]
+        for kind in [each for each in public if isinstance(each, type)]:
+            names = {*vars(kind), *vars(kind).get("__annotations__", ())}.difference(*map(dir, kind.__bases__))
+            found[kind.__name__] = sorted(name for name in names if name[0] != "_")
+    told = "; ".join(" ".join([name, *found[name]]) for name in sorted(found) if found[name])
+    assert told == " ".join(MEMBERS.split())
 
 
 def test_a_name_that_the_package_does_not_have():

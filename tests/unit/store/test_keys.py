@@ -7,7 +7,7 @@ from kvstore_hvd.errors import InputFailedError, InvalidRequestError, Unsupporte
 from kvstore_hvd.store import operations
 from kvstore_hvd.store.compression import signs_of
 from kvstore_hvd.store.keys import Call, Group, group_arguments, priority_of, wire_name
-from kvstore_hvd.world.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Place
 from support.fake_native import fake_world
 
 mx = pytest.importorskip("mxnet")
@@ -17,7 +17,7 @@ A, B, C, D = (mx.nd.zeros(1) for _ in range(4))
 
 
 def call(names=None, operation="pushpull"):
-    return Call(operation, Topology.of(1, [Host.here()] * 4, source="launcher"), names or {})
+    return Call(operation, Place.of(1, [Host.here()] * 4, source="launcher"), names or {})
 
 
 def groups(*args, **kwargs):

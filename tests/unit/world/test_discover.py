@@ -10,7 +10,7 @@ from kvstore_hvd.errors import InvalidRequestError, LaunchError
 from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.world import discover as discover_module
 from kvstore_hvd.world import topology as topology_module
-from kvstore_hvd.world.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Place
 
 PREFIXES = ("KVHVD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "HOROVOD_")
 SRUN = {"SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
@@ -50,16 +50,16 @@ def test_containers_are_hosts_of_their_own(monkeypatch):
 
 def test_places_on_hosts_of_unequal_size():
     all_hosts = hosts("a", "b", "a", "b", "b")
-    seen = [Topology.of(rank, all_hosts, source="mpi") for rank in range(5)]
+    seen = [Place.of(rank, all_hosts, source="mpi") for rank in range(5)]
     assert [(t.rank, t.size) for t in seen] == [(rank, 5) for rank in range(5)]
     assert [t.local_rank for t in seen] == [0, 0, 1, 1, 2]
     assert [t.local_size for t in seen] == [2, 3, 2, 3, 3]
     assert [t.cross_rank for t in seen] == [0, 1, 0, 1, 0]
     assert [t.cross_size for t in seen] == [2, 2, 2, 2, 1]
     assert (seen[3].local_ranks, seen[3].host, seen[3].host_count) == ([1, 3, 4], "b", 2)
-    topology = Topology.of(0, hosts("a", "a'", "a", "a''"), source="mpi")  # hosts of one name
+    topology = Place.of(0, hosts("a", "a'", "a", "a''"), source="mpi")  # hosts of one name
     assert (topology.hosts, topology.local_ranks) == (("a", "a#2", "a", "a#3"), [0, 2])
-    slots = Topology.of(4, all_hosts, source="launcher", local_rank_of=(1, 2, 0, 0, 1))
+    slots = Place.of(4, all_hosts, source="launcher", local_rank_of=(1, 2, 0, 0, 1))
     assert (slots.local_rank, slots.cross_rank, slots.cross_size, slots.local_ranks) == (1, 1, 2, [3, 4, 1])
 
 

@@ -15,7 +15,7 @@ import pytest
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.world import links
 from kvstore_hvd.world.links import connect_hosts, own_addresses
-from kvstore_hvd.world.topology import Host, Topology, World
+from kvstore_hvd.world.topology import Host, Place, World
 from support.patience import patient, until
 
 LONG_S = patient(60.0)
@@ -42,7 +42,7 @@ def worlds(listeners, ranks_by_host=((2, 0), (1, 4), (3,)), secrets=(b"s", b"s",
     hosts, job = [Host(f"node{host}", str(host)) for host in of], f"job{next(JOBS)}"
     how = {"source": "launcher", "local_rank_of": local}
     return [
-        World(Topology.of(ranks[0], hosts, **how), job, secret * 32, addresses=addresses, **fields)
+        World(Place.of(ranks[0], hosts, **how), job, secret * 32, addresses=addresses, **fields)
         for ranks, secret in zip(ranks_by_host, secrets)
     ]
 

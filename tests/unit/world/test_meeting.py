@@ -11,7 +11,7 @@ import pytest
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.world import meeting
 from kvstore_hvd.world.meeting import mac, share_segment, socket_name
-from kvstore_hvd.world.topology import Host, Topology, World
+from kvstore_hvd.world.topology import Host, Place, World
 from support.patience import patient
 
 LONG_S = patient(60.0)
@@ -25,7 +25,7 @@ def worlds(size, secret=b"s" * 32, elsewhere=0):
     job = f"test-{os.getpid()}-{next(JOBS)}"
     hosts = [dataclasses.replace(Host.here(), identity="elsewhere")] * elsewhere + [Host.here()] * size
     ranks = range(elsewhere, elsewhere + size)
-    return [World(Topology.of(rank, hosts, source="launcher"), job, secret) for rank in ranks]
+    return [World(Place.of(rank, hosts, source="launcher"), job, secret) for rank in ranks]
 
 
 def memory(payloads=()):

@@ -12,7 +12,7 @@ from kvstore_hvd import mxnet_compat
 from kvstore_hvd.errors import InputFailedError, KVHvdError, LaunchError, MismatchError, PeerLostError
 from kvstore_hvd.world import process, segment
 from kvstore_hvd.world.member import Member, SetMember
-from kvstore_hvd.world.topology import Host, Topology, World
+from kvstore_hvd.world.topology import Host, Place, World
 from support.fake_native import fake_world
 
 pytest.importorskip("mxnet")
@@ -67,7 +67,7 @@ def test_an_error_from_before_the_world_was_lost_comes_first(fake, held):
 def test_a_world_takes_open_files(monkeypatch, hosts, takes):
     """As many as this host has workers, and some more."""
     machines = [Host(str(rank % hosts), str(rank % hosts)) for rank in range(8)]
-    topology = Topology.of(0, machines, source="launcher", set_number=3)
+    topology = Place.of(0, machines, source="launcher", set_number=3)
     monkeypatch.setattr(segment.cores, "limit_of", lambda which: 100)
     monkeypatch.setattr(segment.cores, "open_below", lambda limit: limit - takes)
     segment._check_room(topology)
@@ -86,13 +86,13 @@ def test_a_world_takes_open_files(monkeypatch, hosts, takes):
     ],
 )
 def test_what_the_system_refuses_has_a_fix(error, told):
-    place = Topology.of(0, [Host.here()], source="alone")
+    place = Place.of(0, [Host.here()], source="alone")
     with pytest.raises(LaunchError, match=told), segment.refusals_explained(place):
         raise error
 
 
 def test_a_fresh_world_knows_nothing_of_the_errors_of_the_last_one():
-    first, second = (Topology.of(0, [Host.here()], generation=each, source="launcher") for each in range(2))
+    first, second = (Place.of(0, [Host.here()], generation=each, source="launcher") for each in range(2))
     mine = Member()
     mine.join(World(first, "fake", b""))
     mine.defer(KVHvdError("of the world before"))
@@ -147,14 +147,14 @@ def test_who_is_interrupted_as_it_leaves_has_left(fake, monkeypatch, where):
 def test_a_world_fails_when_it_or_a_later_one_is_declared_lost(fake, voided, is_aborted):
     """A word about an earlier one, which came late, changes nothing."""
     mine = process.current()
-    mine.member.world = World(Topology.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
+    mine.member.world = World(Place.of(0, [Host.here()] * 2, generation=5, source="launcher"), "fake", b"")
     mine._on_lost(voided, "worker 1 died")
     assert fake.left == (["abort: worker 1 died"] if is_aborted else [])
 
 
 def test_a_world_whose_workers_do_not_meet_is_followed_by_the_launchers_next_one(fake, monkeypatch):
     """Which may be lost already."""
-    place, lost = Topology.of(0, [Host.here()], source="launcher"), LaunchError("rank 1 is late.\n  Fix: see it.")
+    place, lost = Place.of(0, [Host.here()], source="launcher"), LaunchError("rank 1 is late.\n  Fix: see it.")
     first, second = (World(place, "fake", b"", unreached=[1], lost=lambda: "why", meeting=each) for each in range(2))
     mine = process.current()
     monkeypatch.setattr(mine._member, "join", Mock(side_effect=[lost, None]))
@@ -184,7 +184,7 @@ def test_the_world_of_a_process_set(monkeypatch):
     monkeypatch.setattr(Member, "join", lambda member, world: worlds.append(world))
     for rank in (3, 0):
         about = {"generation": 5, "pids": (1, 2, 3, 4)}
-        outer = Topology.of(rank, [Host(name, name) for name in "abab"], source="launcher", **about)
+        outer = Place.of(rank, [Host(name, name) for name in "abab"], source="launcher", **about)
         SetMember([1, 2, 3], 7).join_within(World(outer, "job", b"", unreached=[2]), 9)
     inner, alone = (world.topology for world in worlds)
     assert (inner.rank, inner.hosts, inner.pids, inner.all_ranks) == (2, ("b", "a", "b"), (2, 3, 4), (1, 2, 3))

@@ -14,11 +14,11 @@ from kvstore_hvd.errors import InvalidRequestError, KVHvdError
 from kvstore_hvd.native import TimelineEvent
 from kvstore_hvd.timeline import Header, PartWriter, has_ended, main, part_path, read_header, write_trace
 from kvstore_hvd.world.recorder import Recorder, _text
-from kvstore_hvd.world.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Place
 from support.patience import until
 from support.timeline import Trace, parts_of
 
-ALONE = Topology.of(0, [Host.here()], source="single")
+ALONE = Place.of(0, [Host.here()], source="single")
 
 
 def header(rank=0, size=2, session="s", begin=1000, mark=False):
@@ -232,6 +232,6 @@ def test_a_part_that_cannot_be_written_any_more_ends_the_recording(tmp_path, cap
     lost = Trace(tmp_path / "next").about["lost_operations"]
     assert lost > 0 and lost % 3 == 0  # each time that it was asked
     assert "the timeline has gaps" in caplog.text
-    text = _text(Topology.of(1, [Host.here()] * 3, source="single"), "stop_timeline", ["", "full.", "gone."], "look.")
+    text = _text(Place.of(1, [Host.here()] * 3, source="single"), "stop_timeline", ["", "full.", "gone."], "look.")
     told = "the timeline cannot be recorded.\n  rank 1: full.\n  rank 2: gone.\n  Fix: look."
     assert text == f"[rank 1/3] stop_timeline: {told}"

@@ -18,7 +18,7 @@ from kvstore_hvd import native
 from kvstore_hvd.errors import PeerLostError
 from kvstore_hvd.native import Missed, Waiting
 from kvstore_hvd.world.stall import StallInspector, program_line, python_stacks
-from kvstore_hvd.world.topology import Host, Topology
+from kvstore_hvd.world.topology import Host, Place
 from support.fake_native import FakeAdapter, FakeConnection
 from support.patience import until
 
@@ -48,7 +48,7 @@ class Stage:
     def __init__(self, log, rank=0, size=4, check_s=60.0, shutdown_s=0.0, elsewhere=(), **of_set):
         self.world, self.log = World(), log
         hosts = [Host("other", "other") if each in elsewhere else Host.here() for each in range(size)]
-        topology = Topology.of(rank, hosts, source="launcher", **of_set)
+        topology = Place.of(rank, hosts, source="launcher", **of_set)
         self.inspector = StallInspector(self.world, topology, check_s, shutdown_s, lambda name: f"<{name}>")
 
     def look(self, now):
