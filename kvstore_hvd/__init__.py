@@ -119,7 +119,8 @@ class _Loader:
                 raise
             # Images of containers lack them.
             fix = "apt-get install libgomp1 libquadmath0, or dnf install libgomp libquadmath"
-            raise ImportError(_errors.message(f"MXNet needs a library of GCC: {error}.", fix=fix)) from None
+            kind = importlib.import_module("kvstore_hvd.mxnet_compat").MXNetUnavailableError
+            raise kind(_errors.message(f"MXNet needs a library of GCC: {error}.", fix=fix)) from None
         self._hook.after()
         if self._hook in sys.meta_path:
             sys.meta_path.remove(self._hook)  # type: ignore[arg-type]

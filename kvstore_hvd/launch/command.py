@@ -307,7 +307,7 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
         first = most = first or (None if hosts is None else sum(hosts.values()))
         if first is None:
             fact = f"the number of workers is missing{'; -p is the port of ssh' if options.ssh_port else ''}."
-            raise LaunchError(message(fact, fix=_corrected(options, "-np", "2", *options.command)))
+            raise LaunchError(message(fact, fix=_corrected(options, *options.command)))
     least = options.min_np or first or 1
     named = (("--min-np", least), ("-np", first), ("--max-np", most))
     counts = [(name, count) for name, count in named if count is not None]
@@ -395,10 +395,11 @@ def _hosts(options: argparse.Namespace) -> dict[str, int] | None:
 
 
 def _corrected(options: argparse.Namespace, *words: str) -> str:
-    """The user's command with these words from the program on."""
+    """The user's command with these words from the program on, and with a number of workers."""
     import shlex
 
-    return shlex.join(["kvhvdrun", *options.given, *words])
+    has_number = any(getattr(options, name) for name in ("num_proc", *_DECISIVE, *_HOSTS))
+    return shlex.join(["kvhvdrun", *([] if has_number else ["-np", "2"]), *options.given, *words])
 
 
 def _executable(options: argparse.Namespace, command: Sequence[str], variables: dict[str, str]) -> str:

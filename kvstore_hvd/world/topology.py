@@ -70,7 +70,7 @@ def _namespace(kind: str) -> str:
         return ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Topology:
     """This process among the ranks of its world.
 
@@ -97,6 +97,10 @@ class Topology:
     hosts: tuple[str, ...]
     generation: int = 0
     source: str = "single"
+
+    def __repr__(self) -> str:
+        fields = (f"{each.name}={getattr(self, each.name)!r}" for each in dataclasses.fields(Topology))
+        return f"Topology({', '.join(fields)})"
 
 
 @dataclass(frozen=True, repr=False)

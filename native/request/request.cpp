@@ -15,7 +15,9 @@ std::string advice(ErrorCode code, bool is_over_hosts) {
                               "workers") +
              "; if all workers are alive, call reset() on every one.";
     case ErrorCode::kTimeout:
-      return "\n  Fix: see what that rank is doing; if such a wait is legitimate, raise KVHVD_TIMEOUT (seconds).";
+      return "\n  Fix: see what that rank is doing, and whether all ranks call the same operations; KVHVD_TIMEOUT "
+             "(seconds) "
+             "allows longer waits.";
     default:
       return "\n  Fix: restart, or call reset() on every rank.";
   }
@@ -105,8 +107,8 @@ Status Messages::left(const std::string& prefix) {
 std::string Messages::left_early(const std::string& leaver, const std::string& waiter, const std::string& operation) {
   return leaver + " left in good order, at the end of its program or by shutdown(), while " + waiter +
          " is waiting in " + operation +
-         "\n  Fix: give all workers the same number of steps; or train within kvstore_hvd.Join([trainer]), or end the "
-         "loop with hvd.join(), which lets some have fewer";
+         "\n  Fix: give all workers the same number of steps; or let some have fewer (docs/join.md): train within "
+         "kvstore_hvd.Join([trainer]), or end the loop with hvd.join()";
 }
 
 Status Messages::forked(const std::string& prefix) {

@@ -36,7 +36,7 @@ def config_file(tmp_path):
 
 
 REFUSED = [
-    (["-p", "2", "true"], "is missing; -p is the port of ssh.\n  Fix: kvhvdrun -p 2 -np 2 true"),
+    (["-p", "2", "true"], "is missing; -p is the port of ssh.\n  Fix: kvhvdrun -np 2 -p 2 true"),
     (["-np", "2"], "no command was given"),
     (["-np", "2", "-x", "PATH=/nowhere", "ls"], "command 'ls' was not found.\n  Fix: check its name and PATH."),
     (["-np", "2", __file__], f"is not executable.\n  Fix: kvhvdrun -np 2 {Path(sys.executable).name} {__file__}"),
