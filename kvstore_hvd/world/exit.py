@@ -24,7 +24,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -160,24 +160,26 @@ def note_world(is_lost: bool) -> None:
 
 @functools.cache
 def shorten_tracebacks() -> None:
-    """Have an error of this package that ends the program show the lines of the program only."""
+    """Have an error that ends the program show no calls of this package; one of this package: of no library."""
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, KVHvdError):
-            trace = _of_program(trace)
+        trace = _without(trace, LIBRARIES if isinstance(error, KVHvdError) else {"kvstore_hvd"})
         shown(kind, error.with_traceback(trace), trace)
 
     sys.excepthook = hook
 
 
-def _of_program(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the calls within libraries; as it is, if there are no others."""
-    found, rest = [], trace
+def _without(trace: TracebackType | None, libraries: Collection[str]) -> TracebackType | None:
+    """A traceback without the calls within libraries; as it is without others, or where this package has slipped."""
+    found, rest, name = [], trace, ""
     while rest is not None:
-        if str(rest.tb_frame.f_globals.get("__name__")).partition(".")[0] not in LIBRARIES:
+        name = str(rest.tb_frame.f_globals.get("__name__")).partition(".")[0]
+        if name not in libraries:
             found.append(rest)
         rest = rest.tb_next
+    if libraries == {name}:
+        return trace
     made: TracebackType | None = None
     for each in reversed(found):
         made = TracebackType(made, each.tb_frame, each.tb_lasti, each.tb_lineno)

@@ -87,8 +87,7 @@ mixed no_update removed; Join notify_join_context; JoinHook main_hook post_hook;
 join_process_group; ObjectState load; ProcessSet included mpi_comm process_set_id rank ranks size; ReduceOp ADASUM
 AVERAGE MAX MIN PRODUCT SUM; StagedHandler adopt receive settle stage; State check_host_updates commit
 on_hosts_updated on_reset register_reset_callbacks reset restore save sync; StateHandler content misfit reset restore
-save set_value sync take; Topology cross_rank cross_size generation hosts local_rank local_size rank size source
-"""
+save set_value sync take; Topology cross_rank cross_size generation hosts local_rank local_size rank size source"""
 
 
 def test_the_public_names_are_those_that_are_meant():

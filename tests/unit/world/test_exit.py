@@ -27,16 +27,17 @@ FAILED = MXNetError("Traceback (most recent call last):\n  File x.cc, line 3\nMX
 
 
 def test_a_traceback_of_our_errors_has_no_calls_of_libraries(monkeypatch):
-    seen, library = [], {"__name__": "mxnet.base"}
+    seen, library, ours = [], {"__name__": "mxnet.base"}, {"__name__": "kvstore_hvd.elastic.run"}
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: seen.append(traceback.extract_tb(trace)))
     exit_module.shorten_tracebacks.__wrapped__()
     exec("def call(error): raise error", library)
-    for error in (MismatchError("ours"), ValueError("of the program")):
+    exec("def call(error, inner): inner(error)\ndef fail(error): raise error", ours)
+    for error, inner in ((MismatchError("ours"), 0), (KeyError("theirs"), 0), (KeyError("ours"), ours["fail"])):
         try:
-            library["call"](error)
+            ours["call"](error, inner or library["call"])
         except Exception as caught:
             sys.excepthook(type(caught), caught, caught.__traceback__)
-    assert [len(frames) for frames in seen] == [1, 2]
+    assert [len(frames) for frames in seen] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
