@@ -89,8 +89,9 @@ def _readme() -> str:
     """The README with links that lead somewhere on a package index, too."""
     settings = configparser.ConfigParser()
     settings.read("setup.cfg")
-    pages = f"{settings['metadata']['url']}/blob/main/"
-    return re.sub(r"(\]\()(?![a-z]+:|#)", rf"\g<1>{pages}", Path("README.md").read_text())
+    files = settings["metadata"]["url"]
+    text = re.sub(r"(!\[[^]]*\]\()", rf"\g<1>{files}/raw/main/", Path("README.md").read_text())
+    return re.sub(r"(\]\()(?![a-z]+:|#)", rf"\g<1>{files}/blob/main/", text)
 
 
 setup(
