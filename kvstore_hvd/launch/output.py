@@ -1,5 +1,6 @@
 """The output of workers on the launcher's streams and in files: whole lines, each with the rank in front.
 
+Errors that several workers print at about the same time in equal words are shown once, with all of their ranks.
 No write waits for a slow reader. Pipes and terminals are opened again for that, because O_NONBLOCK would hold for all
 processes that share a descriptor. Regular files are written at once.
 """
@@ -35,8 +36,9 @@ _IN_SIGHT = 40  # lines of a terminal, about
 # Python's words for an exception that it ignores, before a traceback as for any other.
 _IGNORED = b"Exception ignored in"
 _TRACE = b"Traceback (most recent call last):"
-# How a program's last words begin: an error of Python, or of its command line.
-_LAST_WORDS = re.compile(rb'^(?:Traceback \(most recent call last\):|  File "|usage: |\S*python\S*: )', re.M)
+# How a program's last words begin: an error of Python, of its command line, or of this package at its end.
+_BEGINNINGS = re.escape(_TRACE) + rb'|  File "|usage: |\S*python\S*: |\[rank \d+/\d+\] kvstore_hvd error: '
+_LAST_WORDS = re.compile(rb"^(?:" + _BEGINNINGS + rb")", re.M)
 _OWN_RANK = re.compile(rb"\[rank (\d+)/")
 _JOIN_S = 0.5  # last words are held back for this time, until other workers have said the same
 _MOST_WORDS = 1 << 16

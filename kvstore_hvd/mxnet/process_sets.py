@@ -138,7 +138,9 @@ class _GlobalProcessSet(ProcessSet):
         return 0 if process.everybody.is_initialized else None
 
     def _world(self, operation: str, or_outside: bool = False) -> Member:
-        """See `ProcessSet.world`."""
+        """See `ProcessSet._world`."""
+        if process.everybody.is_forked:
+            raise NotInitializedError(str(process.everybody.closed_error()))
         if not process.everybody.is_initialized:
             fix = "call hvd.init() first."
             raise NotInitializedError(message("Horovod has not been initialized.", operation=operation, fix=fix))

@@ -155,7 +155,7 @@ class Member:
                 self.adapter.after_fork_in_child()
             self._connection = self.adapter = self.deferred = None
             self.is_forked = True
-            self.closed = "this process is a forked child of a worker.", "use stores in the worker itself only."
+            self.closed = "this process is a forked child of a worker.", "communicate in the worker itself only."
         arenas, self._arenas = self._arenas, []  # a child of this child gets copies of them anyway
         with contextlib.ExitStack() as stack:  # each of them, also if one raises
             for arena in arenas:

@@ -108,7 +108,7 @@ def test_in_a_forked_child(rank, size):
         assert hvd.is_initialized()
         assert [question() for question in QUESTIONS] == answers
         if size > 1:  # alone there is nobody to disturb
-            with pytest.raises(kvstore_hvd.NotInitializedError):
+            with pytest.raises(kvstore_hvd.NotInitializedError, match="forked child of a worker"):
                 hvd.allreduce(mx.nd.ones((2,)))
             for call in (kvstore_hvd.init, kvstore_hvd.reset, lambda: kvstore_hvd.allreduce(np.ones(1), "child")):
                 with pytest.raises(kvstore_hvd.ShutdownError):

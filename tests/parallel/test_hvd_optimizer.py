@@ -104,7 +104,7 @@ def test_compressors_of_a_program(rank, size):
 
 
 def test_a_distributed_optimizer_is_unwrapped(rank, size):
-    """With a warning, as in Horovod; the average is formed once. `unwrap` gives the optimizer with its own scale."""
+    """With a warning, as in Horovod; the average is formed once. `_unwrap` gives the optimizer with its own scale."""
     inner = mx.optimizer.create("sgd", learning_rate=0.1, rescale_grad=0.25)
     wrapped = hvd.DistributedOptimizer(inner, gradient_predivide_factor=2.0)
     x, gradient = gluon.array(np.zeros(2, np.float32)), gluon.array(np.full(2, rank + 1, np.float32))
