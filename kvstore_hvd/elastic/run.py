@@ -152,7 +152,7 @@ class _Loop:
         called = ("sync", "restore", "on_reset", "on_hosts_updated")
         lacking = [f"{name}()" for name in called if not callable(getattr(state, name, None))]
         if lacking:
-            fact = f"the state, a {type(state).__name__}, has no {', '.join(lacking)}."
+            fact = f"the state, of type {type(state).__name__}, has no {', '.join(lacking)}."
             fix = "derive its class from kvstore_hvd.elastic.State, or define that."
             raise errors.InvalidTypeError(self._text(fact, fix))
         if _Loop.is_running:

@@ -378,7 +378,7 @@ def call_function() -> int:
         verb = "written" if isinstance(error, OSError) else "pickled"
         name = f"{type(result).__module__}.{type(result).__qualname__}"
         fix = "return what can be pickled, such as numbers, arrays and dictionaries of them."
-        _fail(folder, f"the result, a {name}, cannot be {verb}: {in_one_line(error)}", fix, error)
+        _fail(folder, f"the result, of type {name}, cannot be {verb}: {in_one_line(error)}", fix, error)
         return 1
     return 0
 

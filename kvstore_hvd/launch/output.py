@@ -40,6 +40,7 @@ _TRACE = b"Traceback (most recent call last):"
 _BEGINNINGS = re.escape(_TRACE) + rb'|  File "|usage: |\S*python\S*: |\[rank \d+/\d+\] kvstore_hvd error: '
 _LAST_WORDS = re.compile(rb"^(?:" + _BEGINNINGS + rb")", re.M)
 _OWN_RANK = re.compile(rb"\[rank (\d+)/")
+_MORE_FAILED = re.compile(rb"  \(\d+ other operations? failed too\.\)\n")  # native/mxnet/errors.cpp; a matter of time
 _JOIN_S = 0.5  # last words are held back for this time, until other workers have said the same
 _MOST_WORDS = 1 << 16
 _Take = Callable[[bytes], None]
@@ -194,8 +195,8 @@ class _Words(NamedTuple):
 
 
 def _shared(words: _Words) -> tuple[bytes, set[int]]:
-    """The text without this worker's rank, and that rank, if the text begins an error of this package with it."""
-    found, text = _OWN_RANK.search(words.text), bytes(words.text)
+    """What other workers may say, too: the text without this worker's rank; and that rank, if it is there."""
+    found, text = _OWN_RANK.search(words.text), _MORE_FAILED.sub(b"", words.text)
     return (text.replace(found[0], b"[rank \0/"), {int(found[1])}) if found else (text, set())
 
 
@@ -280,7 +281,8 @@ class Output:
             for each in others:
                 del self._words[each]
                 ranks |= theirs[each][1]
-            self._write(worker, 2, text.replace(b"[rank \0/", b"[rank %s/" % _short(ranks)), *others)
+            joined = text.replace(b"[rank \0/", b"[rank %s/" % _short(ranks))
+            self._write(worker, 2, joined if others else bytes(words.text), *others)
 
     def is_in_sight(self, worker: int) -> bool:
         """Whether the last lines of a worker on stderr are the last ones that were shown, or not long before."""

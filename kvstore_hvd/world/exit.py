@@ -31,7 +31,7 @@ from typing import Any, NoReturn
 from kvstore_hvd import log, native
 from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import KVHvdError, message
+from kvstore_hvd.errors import HorovodInternalError, KVHvdError, message
 from kvstore_hvd.mxnet_compat.hooks import in_one_line
 from kvstore_hvd.world.stall import LIBRARIES
 
@@ -65,10 +65,11 @@ def early_end(who: str = "") -> str:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     if error is None:
         return ""
-    reason = in_one_line(error)[:_MAX_REASON]
-    if not who or not isinstance(error, Exception) or isinstance(error, KVHvdError):
+    reason = in_one_line(error)[:_MAX_REASON].rstrip(".")
+    if not who or not isinstance(error, Exception) or isinstance(error, HorovodInternalError):
         return reason
-    return f"{reason}\n  Fix: correct the {type(error).__name__} on {who}"
+    fix = f"see the error of {who}" if isinstance(error, KVHvdError) else f"correct the {type(error).__name__} on {who}"
+    return f"{reason}\n  Fix: {fix}"
 
 
 def end_by_force(text: str) -> NoReturn:

@@ -240,7 +240,7 @@ def test_workers_without_a_result_are_named(notebook):
     for text in (
         "[rank 1/2] run: the function called sys.exit(0), and has no result.\n",
         "was killed by SIGKILL",
-        "[rank 1/2] run: the result, a _thread.lock, cannot be pickled: TypeError",
+        "[rank 1/2] run: the result, of type _thread.lock, cannot be pickled: TypeError",
         "run: the result of rank 1 cannot be read here: ValueError",
         "exited with code 9",
     ):

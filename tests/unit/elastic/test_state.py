@@ -304,7 +304,7 @@ def test_a_state_that_cannot_hear_of_updates_is_refused():
 
         restore = on_reset = sync
 
-    with pytest.raises(InvalidTypeError, match=r"the state, a Partial, has no on_hosts_updated\(\)\."):
+    with pytest.raises(InvalidTypeError, match=r"the state, of type Partial, has no on_hosts_updated\(\)\."):
         elastic.run(lambda state: None)(Partial())
 
 

@@ -201,7 +201,7 @@ def test_files_of_ranks_whether_they_are_shown_or_not(capfd, tmp_path):
 
 def test_equal_last_words_are_shown_once_and_nothing_is_reordered(capfd):
     words, output = "Traceback (most recent call last):\n  at x\nMismatchError: [rank %s/4] no.\n", output_to()
-    for rank, more in enumerate(("", "", "more\n", "")):
+    for rank, more in enumerate(("", "  (2 other operations failed too.)\n", "more\n", "")):
         output.add(rank, b"[%d] " % rank)
         output.feed(rank, 2, f"before {rank}\n{words % rank}{more}".encode())
     output.feed(1, 1, b"goes on\n")
