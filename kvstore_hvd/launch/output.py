@@ -271,17 +271,16 @@ class Output:
 
     def _release(self, *workers: int) -> None:
         """Write last words that are held back, once for all workers that have said the same."""
+        shared = {each: _shared(words) for each, words in self._words.items()} if self._words.keys() & workers else {}
         for worker in workers:
-            words = self._words.pop(worker, None)
-            if words is None:
+            if worker not in self._words:
                 continue
-            text, ranks = _shared(words)
-            theirs = {each: _shared(words) for each, words in self._words.items()}
-            others = [each for each in theirs if theirs[each][0] == text and text.endswith(b"\n")]
+            words, text = self._words.pop(worker), shared[worker][0]
+            others = [each for each in self._words if shared[each][0] == text and text.endswith(b"\n")]
             for each in others:
                 del self._words[each]
-                ranks |= theirs[each][1]
-            joined = text.replace(b"[rank \0/", b"[rank %s/" % _short(ranks))
+            ranks = _short(rank for each in (worker, *others) for rank in shared[each][1])
+            joined = text.replace(b"[rank \0/", b"[rank %s/" % ranks)
             self._write(worker, 2, joined if others else bytes(words.text), *others)
 
     def is_in_sight(self, worker: int) -> bool:

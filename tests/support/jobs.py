@@ -175,8 +175,9 @@ class Job:
 
     def of(self, rank: int) -> str:
         """What a rank has printed so far, first to standard output."""
-        lines = (self.out + "\n" + self.err).splitlines(keepends=True)
-        return "".join(line.partition("] ")[2] for line in lines if line.startswith(f"[{rank}] "))
+        lines = re.findall(r"^\[([\d,-]+)\] (.*\n?)", self.out + "\n" + self.err, re.MULTILINE)
+        runs = [(re.findall(r"(\d+)-?(\d*)", ranks), line) for ranks, line in lines]
+        return "".join(line for ranks, line in runs if any(int(a) <= rank <= int(b or a) for a, b in ranks))
 
     def reports(self) -> list[dict[str, Any]]:
         """What ranks have told with `report`, in the order of what came first in it."""
