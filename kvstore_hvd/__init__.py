@@ -135,13 +135,19 @@ def _explain_absence() -> None:
     shown = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if isinstance(error, ModuleNotFoundError) and error.name == "mxnet":
-            from kvstore_hvd.mxnet_compat.hooks import pip_command
-
-            error.msg = f"{error.msg}\n  Fix: {pip_command()}"
+        _explain(error)
         shown(kind, error, trace)
 
     sys.excepthook = hook
+
+
+def _explain(error: BaseException) -> None:
+    """Have the error of an absent module say what to do; called by the workers' sitecustomize, too."""
+    if isinstance(error, ModuleNotFoundError) and error.name in ("mxnet", "horovod") and "Fix: " not in error.msg:
+        from kvstore_hvd.mxnet_compat.hooks import pip_command
+
+        fix = pip_command() if error.name == "mxnet" else "kvhvdrun --as-horovod lets kvstore_hvd answer for it."
+        error.msg = f"{error.msg}\n  Fix: {fix}"
 
 
 def _before_mxnet() -> None:

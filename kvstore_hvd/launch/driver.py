@@ -460,12 +460,7 @@ class Driver:
                 words = " Its last lines on stderr:" if lines else " It wrote nothing to stderr."
             if lines and self._output.is_in_sight(end.worker):
                 words, lines = " Its last lines on stderr are above.", ()
-            text = "\n    ".join((end.reason + words, *end.details, *lines))
-            if end.lines and end.lines[-1] == "ModuleNotFoundError: No module named 'mxnet'":
-                from kvstore_hvd.mxnet_compat.hooks import pip_command
-
-                text += f"\n  Fix: {pip_command()}"
-            self._output.say(text)
+            self._output.say("\n    ".join((end.reason + words, *end.details, *lines)))
         return code
 
     def _note(self, note: Note) -> None:

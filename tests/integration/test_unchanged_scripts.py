@@ -28,7 +28,7 @@ if __name__ == '__main__':
     job = run("-np 2 --as-horovod", ["env", "A=1", sys.executable, "train.py", "--lr", "1"])
     own = f"0.28.1 __main__ ['--lr', '1'] {tmp_path}\n['0.28.1', '0.28.1']\n0.28.1\n"
     assert (job.of(0), job.of(1)) == (own, own)
-    assert "ModuleNotFoundError: No module named 'horovod'" in run("-np 2", "import horovod", code=1).err
+    assert "No module named 'horovod'\n  Fix: kvhvdrun --as-horovod " in run("-np 1", "import horovod", code=1).err
     without = "; import sys; sys.path = [each for each in sys.path if 'packages' not in each]; import mxnet"
     for name in ("os", "kvstore_hvd"):
         assert "  Fix: pip install mxnet" in run("-np 2", f"import {name}{without}", code=1).err

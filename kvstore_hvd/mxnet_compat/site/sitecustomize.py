@@ -14,6 +14,8 @@ import sys
 class _Before:
     """A finder. It must import nothing, see kvstore_hvd/__init__.py: its loader imports kvstore_hvd."""
 
+    _shown: object = None  # the excepthook before `_end`
+
     @classmethod
     def find_spec(cls, name, path=None, target=None):  # type: ignore[no-untyped-def] # without typing: faster
         """The spec of the module that is there, or that kvstore_hvd will answer with."""
@@ -27,7 +29,20 @@ class _Before:
             spec = importlib.machinery.ModuleSpec(name, _Loader(None))  # type: ignore[arg-type]
         elif _has_loader(spec):
             spec.loader = _Loader(spec.loader)  # type: ignore[union-attr, assignment]
+        elif spec is None and cls._shown is None:
+            cls._shown, sys.excepthook = sys.excepthook, cls._end
         return spec
+
+    @classmethod
+    def _end(cls, kind, error, trace):  # type: ignore[no-untyped-def]
+        """Have a program that ends because the module is absent say what to do."""
+        try:
+            import kvstore_hvd
+
+            kvstore_hvd._explain(error)
+        except ImportError:  # it is another environment's interpreter
+            pass
+        cls._shown(kind, error, trace)  # type: ignore[operator]
 
 
 def _has_loader(spec: object) -> bool:
