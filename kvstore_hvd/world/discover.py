@@ -236,12 +236,15 @@ def _await_all(communicator: Any, barrier: Any, ranks: Iterable[int] = ()) -> No
 
 def warn_beside(topology: Place) -> None:
     """Warn once if the program uses mpi4py, for which each of kvhvdrun's workers is alone."""
-    mpi = initialised_mpi()
-    if topology.source != "launcher" or topology.rank != 0 or mpi is None or mpi.COMM_WORLD.size >= topology.size:
+    mpi, size = initialised_mpi(), topology.size
+    if topology.source != "launcher" or topology.rank != 0 or not hasattr(sys.modules.get("mpi4py.MPI"), "Is_finalized"):
         return
-    fact = f"the program uses mpi4py, whose MPI.COMM_WORLD has size {mpi.COMM_WORLD.size} here, while kvhvdrun has "
-    fact += f"started {topology.size} workers: MPI's broadcasts and reductions stay in this process."
-    fix = f"start with `mpirun -np {topology.size} python train.py`, or use kvstore_hvd's own operations throughout."
+    if mpi is not None and mpi.COMM_WORLD.size >= size:
+        return
+    what = "MPI.Is_initialized() is False" if mpi is None else f"MPI.COMM_WORLD has size {mpi.COMM_WORLD.size}"
+    fact = f"the program uses mpi4py, and {what} here, while kvhvdrun has started {size} workers: "
+    fact += "MPI's broadcasts and reductions stay in this process."
+    fix = f"start with `mpirun -np {size} python train.py`, or use kvstore_hvd's own operations throughout."
     log.once("mpi-beside-kvhvdrun", logging.WARNING, "%s", message(fact, **topology.prefix, fix=fix))
 
 

@@ -181,6 +181,7 @@ def test_mpi4py_that_knows_nothing_of_the_other_workers_is_told_once(run, option
     """With both sizes and what to do; nothing is said where there is no other worker, or MPI is not used."""
     program = """
 import mpi4py, kvstore_hvd
+mpi4py.rc.initialize = {}
 kvstore_hvd.init()
 assert 'mpi4py.MPI' not in sys.modules
 kvstore_hvd.reset()
@@ -189,7 +190,7 @@ kvstore_hvd.reset()
 kvstore_hvd.reset()
 """
     assert OWN is not None
-    err = run(options, program, **OWN.environment).err
-    text = "MPI.COMM_WORLD has size 1 here, while kvhvdrun has started 2 workers"
-    assert err.count(text) == ("2" in options), err
-    assert err.count("mpirun -np 2") == ("2" in options), err
+    for initialize, text in (True, "MPI.COMM_WORLD has size 1"), (False, "MPI.Is_initialized() is False"):
+        err = run(options, program.format(initialize), **OWN.environment).err
+        assert err.count(f"{text} here, while kvhvdrun has started 2 workers") == ("2" in options), err
+        assert err.count("mpirun -np 2") == ("2" in options), err
