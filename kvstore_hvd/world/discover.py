@@ -237,9 +237,8 @@ def _await_all(communicator: Any, barrier: Any, ranks: Iterable[int] = ()) -> No
 def warn_beside(topology: Place) -> None:
     """Warn once if the program uses mpi4py, for which each of kvhvdrun's workers is alone."""
     mpi, size = initialised_mpi(), topology.size
-    if topology.source != "launcher" or topology.rank != 0 or not hasattr(sys.modules.get("mpi4py.MPI"), "Is_finalized"):
-        return
-    if mpi is not None and mpi.COMM_WORLD.size >= size:
+    is_used = hasattr(sys.modules.get("mpi4py.MPI"), "Is_finalized")
+    if topology.source != "launcher" or topology.rank != 0 or not is_used or (mpi and mpi.COMM_WORLD.size >= size):
         return
     what = "MPI.Is_initialized() is False" if mpi is None else f"MPI.COMM_WORLD has size {mpi.COMM_WORLD.size}"
     fact = f"the program uses mpi4py, and {what} here, while kvhvdrun has started {size} workers: "
