@@ -218,7 +218,7 @@ class Driver:
         assert self._arrivals is not None
         with contextlib.suppress(BlockingIOError):
             for _ in range(self._settings.max_np):
-                self._arrived.update(self._arrivals.recv(1))
+                self._arrived.add(int(self._arrivals.recv(16)))
 
     # -- Hosts ----------------------------------------------------------------------------------------------------
 

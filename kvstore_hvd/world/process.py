@@ -415,7 +415,7 @@ def _tell_launcher(rank: int) -> None:
     if config().arrivals:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.setblocking(False)
-            sender.sendto(bytes([rank]), f"\0{config().arrivals}".encode())
+            sender.sendto(b"%d" % rank, f"\0{config().arrivals}".encode())
 
 
 def _report(unread: Sequence[Exception], was_lost: bool = True) -> None:
