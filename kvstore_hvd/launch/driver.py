@@ -218,7 +218,9 @@ class Driver:
         assert self._arrivals is not None
         with contextlib.suppress(BlockingIOError):
             for _ in range(self._settings.max_np):
-                self._arrived.add(int(self._arrivals.recv(16)))
+                text = self._arrivals.recv(16)
+                if text.isdigit():
+                    self._arrived.add(int(text))
 
     # -- Hosts ----------------------------------------------------------------------------------------------------
 
