@@ -109,6 +109,7 @@ def build(version: str, python: str, objects: Path, out: Path) -> Path:
         [env / "python", "-m", "pip", "wheel", *options],
         **dict.fromkeys(("CC", "CXX"), str(compiler)),
         **dict.fromkeys(("LDSHARED", "LDCXXSHARED"), f"{compiler} -shared"),
+        ZIG_GLOBAL_CACHE_DIR=str(objects.parent / "zig"),
         DIST_EXTRA_CONFIG=str(config),
         SOURCE_DATE_EPOCH=commit_time(),
     )
