@@ -65,7 +65,7 @@ help:
 # The first time, the compiler runs while pip downloads.
 $(STAMP): setup.cfg pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) 'setuptools>=77' wheel 'pybind11>=2.12'
+	$(PIP) 'pip>=23' 'setuptools>=77' wheel 'pybind11>=2.12'
 	$(COMPILE) & compiler=$$!; KVHVD_BUILD_NATIVE=0 $(EDITABLE) '.[test$(mpi-extra-$(MPI))$(MXNET_EXTRA)]'; wait $$compiler
 	$(call mxnet_for_new_python,$(PIP))
 	@touch $@
