@@ -34,7 +34,7 @@ _PROMPT_S = 0.2  # an unfinished line is shown on a terminal after this time: it
 _TAIL_LINES, _TAIL_BYTES = 20, 8192
 _IN_SIGHT = 40  # lines of a terminal, about
 # Python's words for an exception that it ignores, before a traceback as for any other.
-_IGNORED = b"Exception ignored in"
+_IGNORED = b"Exception ignored in", b"Error in atexit"  # the second: Python 3.9
 _TRACE = b"Traceback (most recent call last):"
 # How a program's last words begin: an error of Python, of its command line, or of this package at its end.
 _BEGINNINGS = re.escape(_TRACE) + rb'|  File "|usage: |\S*python\S*: |\[rank \d+/\d+\] kvstore_hvd error: '

@@ -17,6 +17,7 @@ from support.launchers import kvhvdrun
 
 pytestmark = pytest.mark.alike
 
+_GETPIPE_SZ = 1032  # which fcntl has since Python 3.10
 # In its session and out of it, with its environment and without.
 CHILDREN = """
 mark = os.environ['KVHVD_TEST_MARK']
@@ -241,7 +242,7 @@ def test_a_signal_ends_the_job_although_nobody_reads_its_output(start, options):
 
     def is_full():
         (number,) = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0" * 4))
-        return bool(number > fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) - 8192)
+        return bool(number > fcntl.fcntl(pipe, _GETPIPE_SZ) - 8192)
 
     job.until(is_full, "a full pipe")
     job.end(128 + signal.SIGTERM, signal.SIGTERM)

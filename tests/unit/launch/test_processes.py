@@ -49,7 +49,7 @@ def test_a_leader_keeps_its_number_until_its_group_has_had_time_and_is_gone():
 killpg = os.killpg
 def checked(pid, number):
     with open(f'/proc/{{pid}}/stat') as file:
-        print(number, file.read().rpartition(')')[2].split()[0], flush=True)
+        print(int(number), file.read().rpartition(')')[2].split()[0], flush=True)
     killpg(pid, number)
 os.killpg = checked
 pid = leader({LEAVES_A_DEAF_ONE!r})
