@@ -142,6 +142,19 @@ def _array(self: Any, dtype: Any = None, copy: Optional[bool] = None) -> Any:
     return values if dtype is None else values.astype(dtype, copy=False)
 
 
+_STARTED = ("Pool", "Process")
+
+
+def _forking(multiprocessing: Any) -> types.SimpleNamespace:
+    """The module as MXNet's loader knows it: its workers are forked and inherit the dataset, unless a program chose."""
+
+    def context(method: Optional[str] = None) -> Any:
+        return multiprocessing.get_context(method or multiprocessing.get_start_method(allow_none=True) or "fork")
+
+    made = {name: lambda *args, _name=name, **kwargs: getattr(context(), _name)(*args, **kwargs) for name in _STARTED}
+    return types.SimpleNamespace(**{**vars(multiprocessing), **made, "get_context": context})
+
+
 def prepare() -> None:
     """Add what MXNet misses while it is imported. Called before the import."""
     _add_numpy_names()
@@ -160,6 +173,9 @@ def finish() -> None:
             module = sys.modules.get(name)
             if module is not None and not hasattr(module, "str"):
                 module.str = _plain  # type: ignore[attr-defined]
+    loader = sys.modules.get("mxnet.gluon.data.dataloader")
+    if loader is not None and sys.version_info >= (3, 14):  # which forks no more on its own
+        loader.multiprocessing = _forking(loader.multiprocessing)  # type: ignore[attr-defined]
     ndarray = sys.modules.get("mxnet.ndarray.ndarray")
     if ndarray is not None and not hasattr(ndarray.NDArray, "__array__"):
         # Without it NumPy >= 1.24 makes arrays of objects, or fails, and NumPy < 1.24 reads element by element.
