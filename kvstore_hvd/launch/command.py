@@ -211,7 +211,7 @@ def _parsed(parser: _Parser, arguments: Sequence[str], where: str = "") -> argpa
         import difflib
 
         word = unknown[0].partition("=")[0]
-        close = [horovodrun.OTHERS[word]] if word in horovodrun.OTHERS else []
+        close = [horovodrun.OTHERS[word]] if word in horovodrun.OTHERS and not where else []
         close = close or difflib.get_close_matches(word, parser._option_string_actions, n=1)
         fact = f"{where}{word} does not exist{f'; did you mean {close[0]}?' if close else '.'}"
         raise LaunchError(message(fact, fix="kvhvdrun --help lists the options."))
@@ -228,6 +228,8 @@ def _lines_of_file(path: str) -> list[tuple[str, list[str]]]:
     try:
         with open(path, encoding="utf-8") as file:
             given = yaml.load(file, Loader=yaml.BaseLoader) or {}  # leaves texts as they are
+        if not isinstance(given, dict) or not isinstance(given.get("controller", ""), str):
+            raise TypeError("it has no names with values")
         for group in horovodrun.GROUPS:
             if isinstance(given.get(group), dict):  # as in a file for horovodrun
                 given.update(horovodrun.flat(group, given.pop(group)))
@@ -237,7 +239,10 @@ def _lines_of_file(path: str) -> list[tuple[str, list[str]]]:
         return [(str(key), list(map(str, values))) for key, values in lists.items()]
     except (OSError, UnicodeDecodeError, yaml.YAMLError, AttributeError, TypeError) as error:
         fact = f"the configuration file '{path}' cannot be read: {error}."
-        raise LaunchError(message(fact, fix="a YAML file has lines such as num-proc: 4")) from None
+        fix = (
+            "name a file that is there." if isinstance(error, OSError) else "a YAML file has lines such as num-proc: 4"
+        )
+        raise LaunchError(message(fact, fix=fix)) from None
 
 
 def _program(options: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -416,6 +421,8 @@ def _executable(options: argparse.Namespace, command: Sequence[str], variables: 
         fix = python if program.endswith(".py") else f"chmod +x {program}"
         raise StartError(message(f"'{program}' is not executable.", fix=fix))
     fix = "check its name and the working folder." if program.endswith(".py") else "check its name and PATH."
+    if " " in program:
+        fix = f"omit the quotes around the whole command; or {fix}"
     raise StartError(message(f"command '{program}' was not found.", fix=fix), _EXIT_NOT_FOUND)
 
 

@@ -259,6 +259,8 @@ def reject_array(call: Call, key: Key | None, given: Any, role: str) -> NoReturn
         fix = "put the number into an array: mx.nd.array([x])."
     elif type(given).__module__.partition(".")[0] == "numpy":
         fix = "convert it with mx.nd.array(x), or reduce it as it is with kvstore_hvd.allreduce(x, name=...)."
+    elif isinstance(given, (list, tuple)) and key is None:
+        fix = "convert it with mx.nd.array(x); several arrays at once: hvd.grouped_allreduce."
     elif isinstance(given, (list, tuple)):
         fix = "nest lists at most once for each key."
     else:

@@ -305,7 +305,9 @@ def _load(launch: MPILaunch | None) -> Any:
 def _other_mpi(mpi: Any, launch: MPILaunch, fact: str) -> LaunchError:
     vendor, version = mpi.get_vendor()
     details = [f"mpirun: {_launcher(launch)}; mpi4py loaded: {vendor} {'.'.join(map(str, version))}"]
-    fix = f"run `mpirun -n {launch.size or 'N'} python train.py` with the mpirun of the MPI that mpi4py loads."
+    beside = os.path.join(os.path.dirname(sys.executable), "mpirun")
+    which = f"run `{beside if os.path.exists(beside) else 'mpirun'} -n {launch.size or 'N'} python train.py`"
+    fix = f"{which} with the mpirun of the MPI that mpi4py loads."
     return LaunchError(message(fact, details=details, fix=fix))
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvstore_hvd import gpu, log, mxnet_compat, native
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import InvalidRequestError, ShutdownError, message
+from kvstore_hvd.errors import InputFailedError, InvalidRequestError, ShutdownError, message
 from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.native import EngineStatistics
 from kvstore_hvd.world.segment import Connection, refusals_explained
@@ -373,8 +373,14 @@ class Member:
         adapter = self.adapter  # once: another thread may leave the world
         unread = None if adapter is None else adapter.take_unread_error()
         deferred = None if self.deferred is None else self._take_deferred()
-        if unread is None or deferred is None:
-            return unread if unread is not None else deferred
+        if unread is None:
+            return deferred
+        connection = self._connection
+        failure = None if connection is None else connection.engine.health()
+        if isinstance(unread, InputFailedError) and f"{type(failure).__name__}: [" in str(unread):
+            unread = failure  # of an operation on the result of one that failed with the world
+        if deferred is None:
+            return unread
         if str(unread).partition("\n")[0] in str(deferred):
             return unread  # both are of the same operation; this one has our own class
         return type(deferred)(f"{deferred}\n{unread}")

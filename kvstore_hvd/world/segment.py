@@ -58,9 +58,9 @@ class Connection:
     def __init__(self, world: World) -> None:
         topology = world.topology
         _check_room(topology)
-        self._is_over_hosts = topology.host_count > 1
-        if self._is_over_hosts:
-            end_links_at_exit(with_mpi=world.communicator is not None)
+        with_mpi = topology.source == "mpi"
+        if topology.host_count > 1 or with_mpi:
+            end_links_at_exit(with_mpi)
         changes = _thresholds()
         # The segment's own order of ranks, which does not follow the launcher's slots.
         index = topology.ranks_by_host[topology.host].index(topology.rank)
@@ -106,7 +106,7 @@ class Connection:
     def close(self, reason: str = "") -> None:
         """Leave the world. Waits for this worker's pending operations, unless a reason for leaving early is given."""
         # Descriptors and memory are freed at once; the arena when no array lies in it any more.
-        if self._is_over_hosts and self.engine.health() is not None:
+        if reason or self.engine.health() is not None:
             note_world(is_lost=True)
         try:
             if not self.engine.shutdown(reason):

@@ -105,10 +105,10 @@ Status Messages::left(const std::string& prefix) {
 }
 
 std::string Messages::left_early(const std::string& leaver, const std::string& waiter, const std::string& operation) {
-  return leaver + " left in good order, at the end of its program or by shutdown(), while " + waiter +
-         " is waiting in " + operation +
-         "\n  Fix: give all workers the same number of steps; or let some have fewer (docs/join.md): train within "
-         "kvstore_hvd.Join([trainer]), or end the loop with hvd.join()";
+  return leaver + " ended its program without an exception, or called shutdown(), while " + waiter + " is waiting in " +
+         operation +
+         "\n  Fix: call the same operations on all workers, in the same number of steps; or let some have fewer steps "
+         "(docs/join.md): train within kvstore_hvd.Join([trainer]), or end the loop with hvd.join()";
 }
 
 Status Messages::forked(const std::string& prefix) {

@@ -44,7 +44,7 @@ def caught(job):
         ("os.kill(os.getpid(), signal.SIGKILL)", r"died \(SIGKILL\)", 137),
         ("os._exit(3)", "exited with code 3", 3),
         ("raise OSError('no caf\\udce9')", r"ended early: OSError: no caf\\udce9", 1),
-        ("sys.exit(0)", r"left in good order.*, while rank [01] is waiting in allreduce 'weight'", 7),
+        ("sys.exit(0)", r"ended its program.*, while rank [01] is waiting in allreduce 'weight'", 7),
     ],
 )
 def test_a_rank_that_ends_is_named_by_all_others(run, fault, how, code):
@@ -52,8 +52,38 @@ def test_a_rank_that_ends_is_named_by_all_others(run, fault, how, code):
     job = run("-np 3", SUM.format(fault=fault), code=code)
     for error in caught(job):
         assert re.search(rf"PeerLostError: \[rank [01]/3\] .*rank 2 \(.*pid \d+\) {how}", error), error
-        fix = {7: "Fix: give all", 1: "Fix: correct the OSError"}.get(code, "elastic.run under `kvhvdrun --min-np`")
+        fix = {7: "Fix: call the same operations on all", 1: "Fix: correct the OSError"}.get(
+            code, "elastic.run under `kvhvdrun --min-np`"
+        )
         assert fix in error
+
+
+@pytest.mark.parametrize("attempt", range(3))
+def test_a_training_that_reads_nothing_raises_the_loss(run, attempt):
+    """Not that an update had no input, because its gradient was lost."""
+    program = """
+import mxnet as mx
+from kvstore_hvd.errors import HorovodInternalError
+import kvstore_hvd
+net = mx.gluon.nn.Dense(4, in_units=4)
+net.initialize()
+trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', kvstore='horovod')
+mx.npx.set_np() if mx.__version__ >= '2' else None
+one = (mx.np if mx.__version__ >= '2' else mx.nd).ones((2, 4))
+try:
+    for step in range(50):
+        if step == 3 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
+        with mx.autograd.record():
+            loss = net(one).sum()
+        loss.backward()
+        trainer.step(1)
+        time.sleep(0.01)
+except HorovodInternalError as error:
+    report(text=str(error))
+"""
+    job = run("-np 2", program, code=137)
+    (told,) = job.reports()
+    assert "rank 1" in told["text"] and "died (SIGKILL)" in told["text"]
 
 
 # Operations of either rank are pending when rank 1 fails: announced, and not announced because MXNet still computes.

@@ -194,3 +194,12 @@ kvstore_hvd.reset()
         err = run(options, program.format(initialize), **OWN.environment).err
         assert err.count(f"{text} here, while kvhvdrun has started 2 workers") == ("2" in options), err
         assert err.count("mpirun -np 2") == ("2" in options), err
+
+
+@pytest.mark.parametrize("ends", ["raise ValueError('mine')", "kvstore_hvd.barrier()"])
+def test_mpi_does_not_wait_for_a_lost_worker(run, ends):
+    """MPI_Finalize on one host would wait for rank 1, which comes to no end."""
+    program = f"import kvstore_hvd\nkvstore_hvd.init()\nif rank == 1: time.sleep(1000)\n{ends}"
+    job = run("-np 2", program, launcher=OWN, code=None, KVHVD_TIMEOUT="1")
+    assert "MPI has not ended within 5 s of a lost world" in job.err
+    assert ("ValueError: mine" if "mine" in ends else "waited 1 s for rank 1") in job.err

@@ -116,7 +116,7 @@ const bool leaving = testing::add("a rank that left is named by those who still 
     while (rank == 2 && engine.health().ok()) std::this_thread::yield();  // it may share the leaver's host
     const Status status = engine.run(allreduce("gone", data));
     check(status.code() == ErrorCode::kPeerLost, status.text());
-    const std::string leaver = "rank 3 (testhost, pid " + std::to_string(getpid()) + ") left in good order";
+    const std::string leaver = "rank 3 (testhost, pid " + std::to_string(getpid()) + ") ended its program";
     check(contains(status.text(), leaver), status.text());
     check(contains(status.text(), " is waiting in allreduce 'gone'"), status.text());
   });

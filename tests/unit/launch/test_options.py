@@ -82,7 +82,7 @@ def test_what_cannot_be_is_said(capfd, arguments, text):
     ("text", "fact"),
     [
         ("num-procs: 2", "--num-procs does not exist; did you mean --num-proc?\n  Fix: "),
-        ("- 2", "cannot be read: 'list' object has no attribute"),
+        ("- 2", "cannot be read: it has no names with values.\n  Fix: a YAML file"),
         ("verbose: 2", "argument -v/--verbose: ignored explicit argument '2'"),
         ("num-proc: [", "cannot be read: while parsing a flow node"),
         # No word of a file becomes a part of the command.

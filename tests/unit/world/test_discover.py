@@ -1,5 +1,6 @@
 """Which world a process finds itself in, and what it refuses. Real MPIs are tested in tests/integration."""
 
+import re
 import sys
 from unittest.mock import Mock
 
@@ -172,11 +173,12 @@ def test_a_world_of_one_under_a_launcher_of_more(discover, monkeypatch):
     fake_mpi(monkeypatch)
     with pytest.raises(LaunchError) as caught:
         discover(OPEN_MPI)
-    assert str(caught.value) == (
+    assert str(caught.value).startswith(
         "MPI world size is 1, but the launcher asked for 4.\n"
         "  mpirun: Open MPI 5.0.11; mpi4py loaded: Open MPI 5.0.11\n"
-        "  Fix: run `mpirun -n 4 python train.py` with the mpirun of the MPI that mpi4py loads."
     )
+    fix = r"\n  Fix: run `\S*mpirun -n 4 python train\.py` with the mpirun of the MPI that mpi4py loads\."
+    assert re.search(fix, str(caught.value))
     for version in ((4, 1, 4), (5, 0, 11)):  # an old launcher starts both
         fake_mpi(monkeypatch, version=version)
         with pytest.raises(LaunchError, match="MPI world size is 1"):
