@@ -15,9 +15,8 @@ std::string advice(ErrorCode code, bool is_over_hosts) {
                               "workers") +
              "; if all workers are alive, call reset() on every one.";
     case ErrorCode::kTimeout:
-      return "\n  Fix: see what that rank is doing, and whether all ranks call the same operations; KVHVD_TIMEOUT "
-             "(seconds) "
-             "allows longer waits.";
+      return "\n  Fix: see what that rank is doing, and whether all ranks call the same operations; "
+             "KVHVD_TIMEOUT (seconds) allows longer waits.";
     default:
       return "\n  Fix: restart, or call reset() on every rank.";
   }
