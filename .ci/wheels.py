@@ -97,6 +97,8 @@ def build(version: str, python: str, objects: Path, out: Path) -> Path:
     run([env / "python", "-m", "pip", "install", "--quiet", *BUILD])
     for bindings in objects.rglob("bindings.*"):
         bindings.unlink()
+    for built in (WORK / "source" / "package" / "build").glob("lib*"):
+        shutil.rmtree(built)
     compiler, config, raw = WORK / "c++", WORK / "build.cfg", WORK / "raw" / version
     # -idirafter: the Python of Debian has a part of its headers there.
     zig = f'"{sys.executable}" -m ziglang c++ -target {MACHINE}-linux-gnu.{GLIBC} -idirafter /usr/include'
