@@ -35,7 +35,7 @@ _LOG_S = 30.0  # for the event log to be written at the end
 _SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 _FIXES = dict.fromkeys(_SCARCE, "see ulimit -u, ulimit -n and free memory.")
 _FIXES[errno.ENOEXEC] = "a script's first line names its interpreter, such as #!/bin/sh."
-_FIXES[errno.ENOENT] = "see whether there is the interpreter that the script's first line (#!) names."
+_FIXES[errno.ENOENT] = "install the interpreter that the script's first line (#!) names, or correct that line."
 
 
 class Plan(NamedTuple):

@@ -6,6 +6,7 @@ Nothing here imports MXNet before it is asked for something that needs it.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import sys
 import threading
@@ -21,7 +22,7 @@ from kvstore_hvd.errors import KVHvdError, message
 NAME = "horovod"
 # With 'dist' in the name even an MXNet without our wrappers creates the store; the store's .type stays NAME.
 ALIAS = "dist_horovod"
-_MOST_EDITS = 2  # of a misspelt name
+_SIMILAR = 0.75  # as difflib counts: one or two letters of NAME are wrong
 
 # Of a wrapper: the function that it replaces.
 _WRAPPED = "_kvstore_hvd_wraps"
@@ -185,20 +186,9 @@ def refuse_misspelt(name: object) -> None:
     """Raise InvalidRequestError for a name that is nearly NAME, with which MXNet would train alone."""
     known = sys.modules["mxnet"].kvstore.KVStoreBase.kv_registry
     if isinstance(name, str) and name.lower() not in known:
-        close = next((each for each in (NAME, ALIAS) if _edits(name.lower(), each) <= _MOST_EDITS), None)
-        if close is not None:
+        for close in difflib.get_close_matches(name.lower(), (NAME, ALIAS), 1, _SIMILAR):
             fact = f"there is no store '{name}'; did you mean '{close}'?"
             raise errors.InvalidRequestError(message(fact, fix=f"mx.kv.create('{close}'), or kvstore='{close}'."))
-
-
-def _edits(one: str, other: str) -> int:
-    """How many letters have to be changed, added or taken away to make one word of the other."""
-    row = list(range(len(other) + 1))
-    for letter in one:
-        before, row = row, [row[0] + 1]
-        for at, each in enumerate(other):
-            row.append(min(row[-1] + 1, before[at + 1] + 1, before[at] + (letter != each)))
-    return row[-1]
 
 
 def workers() -> int:

@@ -142,17 +142,18 @@ def _array(self: Any, dtype: Any = None, copy: Optional[bool] = None) -> Any:
     return values if dtype is None else values.astype(dtype, copy=False)
 
 
-_STARTED = ("Pool", "Process")
-
-
 def _forking(multiprocessing: Any) -> types.SimpleNamespace:
     """The module as MXNet's loader knows it: its workers are forked and inherit the dataset, unless a program chose."""
 
     def context(method: Optional[str] = None) -> Any:
         return multiprocessing.get_context(method or multiprocessing.get_start_method(allow_none=True) or "fork")
 
-    made = {name: lambda *args, _name=name, **kwargs: getattr(context(), _name)(*args, **kwargs) for name in _STARTED}
-    return types.SimpleNamespace(**{**vars(multiprocessing), **made, "get_context": context})
+    made: dict[str, Any] = {
+        "get_context": context,
+        "Pool": lambda *args, **kwargs: context().Pool(*args, **kwargs),
+        "Process": lambda *args, **kwargs: context().Process(*args, **kwargs),
+    }
+    return types.SimpleNamespace(**{**vars(multiprocessing), **made})
 
 
 def prepare() -> None:

@@ -58,8 +58,7 @@ def test_a_rank_that_ends_is_named_by_all_others(run, fault, how, code):
         assert fix in error
 
 
-@pytest.mark.parametrize("attempt", range(3))
-def test_a_training_that_reads_nothing_raises_the_loss(run, attempt):
+def test_a_training_that_reads_nothing_raises_the_loss(run):
     """Not that an update had no input, because its gradient was lost."""
     program = """
 import mxnet as mx
@@ -71,13 +70,12 @@ trainer = mx.gluon.Trainer(net.collect_params(), 'sgd', kvstore='horovod')
 mx.npx.set_np() if mx.__version__ >= '2' else None
 one = (mx.np if mx.__version__ >= '2' else mx.nd).ones((2, 4))
 try:
-    for step in range(50):
+    for step in range(10**9):
         if step == 3 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)
         with mx.autograd.record():
             loss = net(one).sum()
         loss.backward()
         trainer.step(1)
-        time.sleep(0.01)
 except HorovodInternalError as error:
     report(text=str(error))
 """

@@ -7,11 +7,12 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from kvstore_hvd import _ImportHook, mxnet_compat
+from kvstore_hvd import _ImportHook, _Loader, mxnet_compat
 from kvstore_hvd.mxnet_compat import numpy_shim
 from support.patience import patient
 
@@ -204,3 +205,18 @@ def test_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "mxnet", None)
     with pytest.raises(mxnet_compat.MXNetUnavailableError, match=r"^MXNet is not installed\.\n  Fix: pip install"):
         mxnet_compat.require_mxnet()
+
+
+@pytest.mark.parametrize("chosen", [None, "spawn"])
+def test_workers_of_loaders_are_forked_unless_the_program_chose(chosen):
+    module = types.SimpleNamespace(
+        get_context=lambda method: types.SimpleNamespace(Pool=lambda count: (method, count)),
+        get_start_method=lambda allow_none: chosen,
+    )
+    assert numpy_shim._forking(module).Pool(3) == (chosen or "fork", 3)
+
+
+def test_a_library_that_images_of_containers_lack():
+    lacks = Mock(exec_module=Mock(side_effect=OSError("libgomp.so.1: cannot open shared object file")))
+    with pytest.raises(ImportError, match=r"libgomp\.so\.1: cannot open.*\n  Fix: apt-get install libgomp1"):
+        _Loader(lacks, Mock()).exec_module(types.ModuleType("mxnet"))
