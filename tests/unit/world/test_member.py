@@ -52,13 +52,17 @@ def test_errors_that_nobody_has_read_are_told_once(fake, held):
 
 @pytest.mark.parametrize("held", [0, 1])
 def test_an_error_from_before_the_world_was_lost_comes_first(fake, held):
-    """It may be why the others have left."""
+    """It may be why the others have left; but not where it follows from the loss itself."""
     mine = process.current().member
     mine.hold_unread(held)
     fake.adapter.unread.append(InputFailedError("'first': its input failed."))
     fake.failure = PeerLostError("rank 1 died.")
     with pytest.raises(InputFailedError, match="'first'"):
         mine.check()
+    with pytest.raises(PeerLostError):
+        mine.check()
+    follows = InputFailedError("allreduce 'w': an operation that should have produced an input failed.\n  ")
+    fake.adapter.unread.append(InputFailedError(f"{follows}PeerLostError: [rank 0/2] rank 1 died."))
     with pytest.raises(PeerLostError):
         mine.check()
 
