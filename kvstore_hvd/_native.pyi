@@ -11,6 +11,7 @@ from kvstore_hvd.native import (
     DeviceOperation,
     EngineStatistics,
     Missed,
+    Snapshot,
     Threshold,
     TimelineEvent,
     Waiting,
@@ -68,6 +69,8 @@ class Segment:
         host: int = 0,
         hosts: Sequence[Sequence[int]] = (),
         processes: Sequence[tuple[str, int]] = (),
+        job: str = "",
+        generation: int = 0,
     ) -> Segment:
         """Fresh memory for `size` workers, each with an arena of up to `arena_bytes` (none if 0).
 
@@ -91,11 +94,19 @@ class Segment:
         host, hosts, processes
             Of a world on several hosts: this one's index, each one's ranks, and by rank host name and process id for
             messages; `size` counts the ranks of this host.
+        job, generation
+            Name of the job and number of the world, for snapshots.
         """
 
     @staticmethod
     def attach(fd: int) -> Segment:
         """The memory behind `fd`, which is duplicated and stays the caller's."""
+
+    def snapshot(self, most: int = 0) -> Snapshot:
+        """What the workers do and have done, with up to `most` of the last operations of each worker of this host."""
+
+    def claim_failure(self) -> bool:
+        """Whether this call is the first one of the host's processes."""
 
     @property
     def size(self) -> int:
@@ -207,6 +218,10 @@ class Engine:
     @property
     def bytes_in_place(self) -> int:
         """Bytes of this worker's arrays that were reduced where they lie, without staging memory."""
+
+    @property
+    def segment(self) -> Segment | None:
+        """The memory of its world; None once it is left."""
 
     def protect(self, arena: Arena) -> None:
         """Keep other workers from changing what lies in this worker's arena once the world is lost."""

@@ -179,3 +179,61 @@ class DeviceOperation:
     postscale: float
     as_half: bool
     root: int
+
+
+# Of a `Snapshot`. Times in nanoseconds on the clock of ``time.monotonic()`` of its host; 0: not yet.
+
+
+class Operation(NamedTuple):
+    """One of a worker's last operations. On all workers, `number` counts those of one `name` alike."""
+
+    name: str  # '' if it is not known any more
+    label: str
+    number: int
+    collective: str
+    dtype: str
+    op: str
+    algorithm: str  # '' before it is over
+    bytes: int
+    announced: int
+    scheduled: int
+    completed: int
+
+
+class Counts(NamedTuple):
+    """What a worker has done since it joined its world. Those after `waited_ns` are about its arrivals."""
+
+    operations: int
+    bytes: int
+    waited_ns: int  # in which it only waited for others
+    compared: int  # operations in which the arrivals of workers were compared
+    last: int  # those in which it came last
+    behind_ns: int  # in these, behind the median worker
+
+
+class Worker(NamedTuple):
+    """One worker of any host."""
+
+    rank: int
+    host: str
+    pid: int
+    state: str  # 'absent', 'joined' or 'left'; of another host: ''
+    waits: bool  # whether it has waited for others past its deadline
+    is_stopped: bool
+    doing: str  # where its program is, and in which operation; '' if it is not late
+    counts: Counts
+    operations: list[Operation]  # the last ones, oldest first; of workers of this host
+
+
+class Snapshot(NamedTuple):
+    """What the workers of a world do and have done, as one host knows."""
+
+    job: str
+    generation: int
+    host: int  # of `hosts`
+    hosts: int
+    set_number: int  # of the process set; 0: the world of all
+    created: int
+    now: int
+    failure: tuple[str, str] | None  # class of the error, and the fact
+    workers: list[Worker]

@@ -8,12 +8,16 @@ that needs it fails at once and says so.
 
 import importlib
 import importlib.util
+import os
 import sys
 
 import pytest
 
 from support.launchers import launched
 from support.patience import patient
+
+# Worlds are lost on purpose here.
+os.environ.setdefault("KVHVD_FAILURE_FILE", "0")
 
 
 def pytest_report_header():

@@ -281,6 +281,7 @@ OF_WORKER: Kinds = {
     "joined": {"generation": _GENERATION},
     "synced": {"generation": _GENERATION},
     "finished": {},
+    "failure": {"part": _text},
 }
 TO_WORKER: Kinds = {
     "refused": {"text": _text},

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import logging
 import os
+import signal
 import stat
+from collections.abc import Iterable
 from io import FileIO
 
-from kvstore_hvd import log
-
+#: The memory file of a worker for its Python stacks, and the signal on which it writes them there.
+STACKS, STACKS_SIGNAL = "kvstore_hvd-stacks", signal.SIGRTMAX - 2
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _OLD = os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 # Attempts of `open_alone`; each meets another process.
@@ -37,6 +38,29 @@ def open_alone(path: str) -> FileIO:
             raise
         file.close()  # another process has removed it, as that of a killed process
     raise _busy(path)
+
+
+def failure_path(wanted: str, job: str, folder: str) -> str:
+    """The path of the file of a job's failure: the setting ``KVHVD_FAILURE_FILE``, by default in a folder."""
+    return os.path.abspath(os.path.join(folder, f"kvhvd-failure-{job[:16]}.json") if wanted == "default" else wanted)
+
+
+def failure_file(parts: Iterable[str]) -> bytes:
+    """The content of that file: the parts of some hosts, each as JSON."""
+    return ('{"format": 1, "parts": [\n' + ",\n".join(parts) + "\n]}\n").encode()
+
+
+def replace(path: str, content: bytes) -> None:
+    """Write a small file as a whole or not at all; of several processes at the same time the last one remains."""
+    temporary = f"{path}.{os.getpid()}.new"
+    try:
+        with FileIO(os.open(temporary, _NEW, 0o666), "w") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
 
 
 def keep_mode(file: int, path: str) -> None:
@@ -66,6 +90,10 @@ def _lock(file: int, path: str) -> None:
     except BlockingIOError:
         raise _busy(path) from None
     except OSError as error:
+        import logging  # here, for a quick start of the launcher
+
+        from kvstore_hvd import log
+
         text = "%s cannot be locked (%s): nothing keeps another job from writing it, too"
         log.once("file-lock", logging.WARNING, text, path, error.strerror)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from kvstore_hvd import __version__
+from kvstore_hvd.base import files
 from kvstore_hvd.config import KNOBS, Config, config, environment
 from kvstore_hvd.errors import ConfigError, KVHvdError, LaunchError, message, printable
 from kvstore_hvd.launch import horovodrun
@@ -57,6 +58,9 @@ _EXAMPLES = """examples:
   kvhvdrun -np 2 python train.py
   kvhvdrun -np 8 -H node1:4,node2:4 python train.py
   kvhvdrun -np 4 --min-np 2 python train.py     # elastic: see docs/elastic.md
+  kvhvdrun status                               # what workers do now
+  kvhvdrun stacks JOB                           # where their programs are
+  kvhvdrun explain FILE                         # what they did before a failure
 """
 
 
@@ -81,6 +85,11 @@ def main(argv: Sequence[str] | None = None, tell: Callable[[str, str], None] | N
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # gets the lowest free number, which is `fd`
     try:
+        given = sys.argv[1:] if argv is None else argv
+        if given[:1] and given[0] in ("explain", "status", "stacks"):
+            from kvstore_hvd.launch import explain  # here, for a quick start
+
+            return explain.main(given)
         options = _options(argv)
         if options.version:
             print(f"kvstore_hvd {__version__}")
@@ -362,9 +371,11 @@ def _plan(options: argparse.Namespace, tell: Callable[[str, str], None] | None =
     if not low <= lower <= upper <= high:
         fact = f"--blacklist-cooldown-range {lower:g} {upper:g}: expected {low:g} to {high:g} s, the lower one first."
         raise LaunchError(message(fact, fix="for example --blacklist-cooldown-range 10 300"))
-    cfg = config()
+    cfg, job = config(), os.urandom(8).hex()
+    path = files.failure_path(cfg.failure_file, job, options.output_filename or "") if cfg.failure_file else "0"
+    inherited["KVHVD_FAILURE_FILE"] = path
     settings = Settings(
-        job=os.urandom(8).hex(),
+        job=job,
         min_np=least,
         max_np=most or MAX_WORKERS,
         first_np=first,

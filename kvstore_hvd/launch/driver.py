@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import math
 import os
 import signal
@@ -14,6 +15,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstore_hvd.base import files
 from kvstore_hvd.base.channel import ChannelError, Poller
 from kvstore_hvd.base.cores import LOOK_S, RunningClock, usable_cores
 from kvstore_hvd.config import config
@@ -94,6 +96,8 @@ class Driver:
         self._is_gone = False  # the last process of the job
         self._arrivals: socket.socket | None = None  # on which workers of this host say that they join
         self._arrived: set[int] = set()
+        # What hosts did before the latest world was lost, by its generation, process set and host.
+        self._failures: dict[tuple[int, int, int], str] = {}
         self._show_from = self._clock.now() + _QUIET_S
 
     def run(self) -> int:
@@ -393,11 +397,33 @@ class Driver:
             self._job.exited(number, EXIT_NOT_STARTED, now)
         elif kind == "exited":
             self._job.exited(number, message["code"], now)
+        elif kind == "from" and message["message"]["t"] == "failure":
+            self._on_failure(message["message"]["part"])
         elif kind == "from":
             try:
                 self._job.heard(number, message["message"], now)
             except ValueError as error:
                 self._output.say(f"worker {number} says what makes no sense: {error}")
+
+    def _on_failure(self, part: str) -> None:
+        """Write down what the workers of a host did before the world was lost; of the latest world only."""
+        try:
+            told = json.loads(part)
+            world = int(told["generation"]), int(told["set_number"]), int(told["host"])
+        except (ValueError, KeyError, TypeError):
+            self._output.say("a worker tells of a failure in words that make no sense")
+            return
+        if world[0] < max((generation for generation, *_ in self._failures), default=0):
+            return
+        self._failures = {key: text for key, text in self._failures.items() if key[0] == world[0]}
+        path, is_news = self._plan.environment["KVHVD_FAILURE_FILE"], not self._failures
+        self._failures[world] = part
+        try:
+            files.replace(path, files.failure_file(self._failures.values()))
+            if is_news:
+                self._output.say(f"what the workers did before is in {path}: see `kvhvdrun explain`")
+        except OSError as error:
+            self._output.say(f"the file of the failure cannot be written: {error}")
 
     def _on_signals(self, numbers: bytes) -> None:
         for number in numbers:

@@ -34,9 +34,9 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 # End the job.
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# For the workers.
-PASSED = (signal.SIGUSR1, signal.SIGUSR2)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# For the workers. On SIGQUIT (Ctrl-\) they print their Python stacks.
+PASSED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 # For the launcher: the end of a process, Ctrl-Z and its end.
 _OWN = (signal.SIGCHLD, signal.SIGTSTP, signal.SIGCONT)
 #: Has a guard kill its daemon.

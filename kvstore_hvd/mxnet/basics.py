@@ -34,6 +34,7 @@ __all__ = [
     "mpi_threads_supported",
     "nccl_built",
     "rank",
+    "report",
     "rocm_built",
     "shutdown",
     "size",
@@ -115,6 +116,15 @@ def cross_size() -> int:
 def rank() -> int:
     """This worker's rank: 0 to ``size() - 1``. Raises as `size`."""
     return _topology().rank
+
+
+def report() -> dict[int, dict[str, float]]:
+    """What each worker has done since the workers met, by rank: the ``'ranks'`` of `Horovod.report`. Raises as `size`.
+
+    Empty with one worker. Not collective.
+    """
+    _topology()
+    return process.everybody.figures()
 
 
 def local_rank() -> int:

@@ -301,6 +301,10 @@ class Horovod(mx.kvstore.KVStoreBase):
               communication could gain; the rest was spent waiting for other workers, the most that workers of equal
               speed could gain. Updates of other parameters fill a part of both. All operations of this worker since
               the workers met count, also barriers and those on NumPy arrays.
+            - ``'ranks'``: for each worker, at most a second old: ``'operations'``, and ``'bytes'`` of its arrays;
+              ``'waited_ms'``, in which it only waited for other workers; ``'compared'``: operations in which the
+              arrivals of workers were compared (some, of thousands a second); ``'last'``: those in which it came last;
+              ``'behind_ms'``: in these, all together, after the median worker.
             - ``'ms'``: milliseconds ``'queued'``, ``'reducing'`` and ``'exposed'``, of all operations.
             - ``'keys'``: for each key, under the parameter's name where it is known (those after the first 10,000
               together): ``'operations'``, ``'bytes'``, and what the engine measured since the workers met:
@@ -322,7 +326,8 @@ class Horovod(mx.kvstore.KVStoreBase):
         keys = self._usage.report(self._namespace, self._names, measured.names, self._staged_reasons)
         times = {"exposed_ms": measured.exposed * 1e3, "reducing_ms": measured.reducing * 1e3}
         rounds = {"count": measured.rounds, **times}
-        return Report({"workers": self.num_workers, "arena": arena, "rounds": rounds, **keys})
+        ranks = self._member.figures()
+        return Report({"workers": self.num_workers, "arena": arena, "rounds": rounds, "ranks": ranks, **keys})
 
     def reset(self) -> None:
         """Meet the same workers in a fresh world, after this one was lost; every worker must call it.

@@ -46,6 +46,11 @@ class Report(dict[str, Any]):
         others = rounds["exposed_ms"] - sums
         waited = f"training waited at most {sums:.1f} ms for sums, {others:.1f} ms for workers ({steps} steps)"
         lines = [f"{self['workers']} workers; {calls}; {_mib(self['bytes'])} MiB; {waited}; {arena}"]
+        for rank, of in self["ranks"].items():
+            often = 100 * of["last"] / max(1, of["compared"])
+            behind_ms = of["behind_ms"] / max(1, of["last"])
+            late = f"came last in {often:.0f} % of {of['compared']}, {behind_ms:.3g} ms behind"
+            lines.append(f"rank {rank}: waited {of['waited_ms']:.1f} ms; {late}")
         if self["keys"]:
             rows = [["key", "calls", "bytes", "algorithm", *(f"{name} ms" for name in _TIMES), "staged because"]]
             for key, entry in self["keys"].items():

@@ -183,6 +183,12 @@ def control_connection() -> ControlConnection | None:
     return None if not known.daemon or known.worker is None else _of(known.worker)
 
 
+def failure_sender() -> Callable[[str], None] | None:
+    """Sends the launcher what this host's workers did before a failure; None where no connection leads to it."""
+    connection = _current
+    return None if connection is None else lambda part: connection._send("failure", part=part)
+
+
 def meet(rank: int, ranks: Sequence[int]) -> World:
     """The world of these ranks of a static job on several hosts. Collective over them."""
     return _of(rank).enter(ranks)[0]

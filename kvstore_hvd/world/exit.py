@@ -57,12 +57,7 @@ _was_lost = False
 def early_end(who: str = "") -> str:
     """Why the program ends early, for an exit handler: ``'ValueError: ...'``, or '' when it ends in good order."""
     # With `who`, this worker's name, a second line says what to do about an error of the program: ``' Fix: ...'``.
-    # Only unhandled exceptions of the main thread are seen (Ctrl-C among them): an interactive session goes on after
-    # them, and ``sys.exit(1)`` leaves no trace.
-    if hasattr(sys, "ps1") or sys.flags.interactive:
-        return ""
-    # last_exc came with Python 3.12; older ones have last_value only.
-    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    error = _unhandled()
     if error is None:
         return ""
     reason = in_one_line(error)[:_MAX_REASON].rstrip(".")
@@ -70,6 +65,20 @@ def early_end(who: str = "") -> str:
         return reason
     fix = f"see the error of {who}" if isinstance(error, KVHvdError) else f"correct the {type(error).__name__} on {who}"
     return f"{reason}\n  Fix: {fix}"
+
+
+def has_failed_by_itself() -> bool:
+    """Whether the program ends early, for another reason than a lost world."""
+    return not isinstance(_unhandled() or HorovodInternalError(), HorovodInternalError)
+
+
+def _unhandled() -> BaseException | None:
+    # Only unhandled exceptions of the main thread are seen (Ctrl-C among them): an interactive session goes on after
+    # them, and ``sys.exit(1)`` leaves no trace.
+    if hasattr(sys, "ps1") or sys.flags.interactive:
+        return None
+    # last_exc came with Python 3.12; older ones have last_value only.
+    return getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
 
 
 def end_by_force(text: str) -> NoReturn:

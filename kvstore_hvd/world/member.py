@@ -23,8 +23,11 @@ from kvstore_hvd.config import config
 from kvstore_hvd.errors import InputFailedError, InvalidRequestError, ShutdownError, message
 from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.native import EngineStatistics
+from kvstore_hvd.world import flight
+from kvstore_hvd.world.control import failure_sender
+from kvstore_hvd.world.flight import Observer
 from kvstore_hvd.world.segment import Connection, refusals_explained
-from kvstore_hvd.world.stall import StallInspector
+from kvstore_hvd.world.stall import StallInspector, program_line
 from kvstore_hvd.world.topology import Host, Place, World, reduce_in_place
 
 # Seconds after an operation's deadline: the engine fails the operation a little later, with a better text.
@@ -45,6 +48,7 @@ class Member:
         #: The adapter, if it is in use already.
         self.adapter: native.MXNetAdapter | None = None
         self._inspector: StallInspector | None = None
+        self._observer: Observer | None = None
         self._lock = threading.Lock()  # of what follows
         #: The error that the next call will raise.
         self.deferred: Exception | None = None
@@ -55,6 +59,7 @@ class Member:
         self.is_waiting = False
         #: Whether this process is a forked child of a worker: it knows the world, and is not in it.
         self.is_forked = False
+        self._is_excused = False  # from writing the file of a failure
         self._arenas: list[native.Arena] = []  # of this world, and of earlier ones as long as arrays lie in them
         self._namespaces = itertools.count()
         self._labels: dict[str, weakref.WeakMethod[Callable[[str], str]]] = {}  # by namespace
@@ -70,6 +75,7 @@ class Member:
         topology = world.topology
         self.deferred = None
         self._numbers, self._first_number = Counter(), 0
+        self._is_excused = False
         if topology.size > 1:
             if self.world is not None:
                 self.closed = "this worker could not join the world.", _MEET_AGAIN
@@ -83,12 +89,14 @@ class Member:
                 with refusals_explained(topology):
                     check_s = 0.0 if config().stall_check_disable else config().stall_check_s
                     shutdown_s = config().stall_shutdown_s
-                    inspector = StallInspector(connection.engine, topology, check_s, shutdown_s, self._describe)
+                    observer = Observer(connection.engine, topology, check_s)
+                    about = connection.engine, topology, check_s, shutdown_s, self._describe
+                    inspector = StallInspector(*about, observer.look, lambda: self._note_loss(connection))
                     inspector.start()
             except BaseException as error:
                 connection.close(f"it could not join the world: {type(error).__name__}")
                 raise
-            self._connection, self._inspector = connection, inspector
+            self._connection, self._inspector, self._observer = connection, inspector, observer
         self.world, self.is_waiting, self.closed = world, False, None
         log.logger.debug("joined a world: %s", topology)
 
@@ -108,6 +116,10 @@ class Member:
             self._leaving, self._connection = self._connection, None
         if self._leaving is None:
             return None
+        if self._leaving.engine.health() is not None:
+            self._note_loss(self._leaving)
+        if self._observer is not None:
+            self._observer.write_metrics()
         try:
             early = reason
             while not early and not self._leaving.engine.wait_for_all(config().timeout_s + _PATIENCE_S):
@@ -133,6 +145,21 @@ class Member:
             self._inspector = self.adapter = self._leaving = None
         log.logger.debug("left the world")
         return None if reason else self._take_deferred()
+
+    def excuse(self, *, for_all: bool) -> None:
+        """Have this worker, or all of this host, write no file of a failure that follows: it is meant, or explained."""
+        self._is_excused = True
+        engine = self.present_engine
+        segment = None if engine is None or engine.health() is not None else engine.segment
+        if for_all and segment is not None:
+            segment.claim_failure()
+
+    def _note_loss(self, connection: Connection) -> None:
+        if self._is_excused:
+            return
+        self._is_excused = True
+        line, rank = program_line(strict=True), self.topology.rank_in_all
+        flight.note_loss(connection.engine.segment, line, rank, failure_sender())
 
     @property
     def present_engine(self) -> native.Engine | None:
@@ -327,6 +354,11 @@ class Member:
         """The statistics of this worker's operations since it joined its world."""
         connection = self._connection
         return EngineStatistics() if connection is None else connection.engine.report()
+
+    def figures(self) -> dict[int, dict[str, float]]:
+        """The figures of all workers, by rank, see `flight.figures`; none where this worker is the only one."""
+        engine = self.present_engine
+        return flight.figures(None if engine is None else engine.segment)
 
     @property
     def arena(self) -> native.Arena | None:

@@ -21,7 +21,8 @@ from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, Launch
 from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.world.control import ControlConnection, control_connection
 from kvstore_hvd.world.discover import discover, warn_beside
-from kvstore_hvd.world.exit import ExitWatchdog, early_end, shorten_tracebacks
+from kvstore_hvd.world.exit import ExitWatchdog, early_end, has_failed_by_itself, shorten_tracebacks
+from kvstore_hvd.world.flight import answer_signals
 from kvstore_hvd.world.member import Member, SetMember
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Place, Topology, World, exchange
@@ -171,6 +172,8 @@ class Process:
         """Leave the world, after those of process sets; does nothing without one. Raises as `Member.leave`."""
         # Afterwards no thread of MXNet's writes to arrays any more; if a reason is given, their content is undefined.
         with self._lock:
+            for member in self._members if reason else ():
+                member.excuse(for_all=True)
             self._leave(reason)
 
     def meet(self, cause: str = "reset", text: str = "", comm: Any = None) -> Place:
@@ -202,6 +205,7 @@ class Process:
             log.set_rank(topology.rank, topology.size)
             if topology.size > 1 and self._watchdog is None:  # the first time
                 self._watchdog = ExitWatchdog()
+                answer_signals()
                 os.register_at_fork(before=self.before_fork, after_in_child=self.after_fork_in_child)
             try:
                 self._member.join(world)
@@ -392,6 +396,9 @@ class Process:
             return
         raised, rank, limit_s = hooks.raised, self._member.topology.rank, config().exit_timeout_s
         reason = early_end(f"rank {rank}")
+        if has_failed_by_itself():
+            for member in self._members:
+                member.excuse(for_all=False)
         if self._watchdog is not None:
             text = f"rank {rank} left: none of its operations completed within {limit_s:g} s at its exit"
             self._watchdog.leaving(limit_s, self._engines, text, bool(reason))

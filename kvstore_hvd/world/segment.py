@@ -145,6 +145,8 @@ def _shared_segment(world: World, changes: str) -> native.Segment:
                     list(hosts).index(topology.host),
                     list(hosts.values()) if is_over_hosts else (),
                     list(zip(topology.hosts, topology.pids)) if is_over_hosts else (),
+                    world.job,
+                    topology.generation,
                 )
             )
             # The link's thread serves all workers of the host; this worker may be bound to a core.

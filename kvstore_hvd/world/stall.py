@@ -67,7 +67,11 @@ class StallInspector:
         check_s: float,
         shutdown_s: float,
         describe: Callable[[str], str],
+        observe: Callable[[float], None] = lambda now: None,
+        on_loss: Callable[[], None] = lambda: None,
     ) -> None:
+        # Called at each look, with its time, and when the world is seen to be lost.
+        self._observe, self._on_loss = observe, on_loss
         self._engine, self._topology, self._describe = engine, topology, describe
         self._name, self._workers = f"rank {topology.rank_in_all}", f"workers{topology.group}"
         self._check_s, self._shutdown_s = min(check_s, shutdown_s or check_s), shutdown_s
@@ -93,7 +97,9 @@ class StallInspector:
     def look(self, now: float) -> bool:
         """Look once, and log new reports; returns whether the world still lives."""
         if self._engine.health() is not None:
+            self._on_loss()
             return False
+        self._observe(now)
         missed = self._engine.missed(_MISSED)
         if self._check_s:
             self._look_at_waiting(now)
@@ -246,11 +252,12 @@ def _state(engine: native.Engine, rank: int) -> str:
         return ""
 
 
-def program_line() -> str:
+def program_line(*, strict: bool = False) -> str:
     """Where the main thread is in the program, outside of libraries: ``'train.py:12 in main'``."""
+    # Where it is in libraries only: the innermost call, or, if `strict`, ''.
     calls = native.calls_of(threading.main_thread().ident or 0, _MOST_CALLS)
     of_program = (call for call in calls if str(call[3]).partition(".")[0] not in LIBRARIES)
-    path, line, function, _ = next(of_program, calls[0] if calls else ("", 0, "", ""))
+    path, line, function, _ = next(of_program, calls[0] if calls and not strict else ("", 0, "", ""))
     return f"{path if len(path) <= _MAX_PATH else f'...{path[-_MAX_PATH:]}'}:{line} in {function}" if path else ""
 
 

@@ -16,7 +16,11 @@ namespace kvstore_hvd {
 namespace py = pybind11;
 using Address = std::uintptr_t;
 
+class Segment;
+
 void bind_engine(py::module_& module);
+// What the ranks of a host do and have done, as kvstore_hvd/native.py's Snapshot.
+py::object snapshot(const Segment& segment, std::size_t most);
 
 // A wait that is longer is cut, to let Python handle its signals.
 inline constexpr std::chrono::milliseconds kSignalCheck{100};

@@ -405,6 +405,7 @@ void bind_engine(py::module_& module) {
       .def("take_batch", &take_batch, py::arg("limit_s"))
       .def("end_batch", &end_batch, py::arg("number"), py::arg("error") = py::none())
       .def("process", &process, py::arg("rank"))
+      .def_property_readonly("segment", &Engine::segment)
       .def("counts", &Engine::counts)
       .def(
           "tell_line",

@@ -100,20 +100,28 @@ void bind_segment(py::module_& module) {
           "create",
           [](int size, std::size_t arena_bytes, const std::string& thresholds, std::uint32_t set_number,
              int size_of_all, std::vector<int> ranks, std::optional<bool> has_core_for_each, int host,
-             std::vector<std::vector<int>> hosts, const std::vector<std::pair<py::str, int>>& processes) {
+             std::vector<std::vector<int>> hosts, const std::vector<std::pair<py::str, int>>& processes,
+             const std::string& job, int generation) {
             Hosts all{host, std::move(hosts), {}};
             for (const auto& [name, pid] : processes) all.processes.emplace_back(text_of(name), pid);
-            return Segment::create(size, arena_bytes, parse_thresholds(thresholds),
-                                   Inside{set_number, size_of_all, std::move(ranks)}, has_core_for_each, all);
+            auto segment = Segment::create(size, arena_bytes, parse_thresholds(thresholds),
+                                           Inside{set_number, size_of_all, std::move(ranks)}, has_core_for_each, all);
+            World& world = segment->world();
+            world.generation = generation;
+            job.copy(world.job, sizeof(world.job) - 1);
+            return segment;
           },
           py::arg("size"), py::arg("arena_bytes") = 0, py::arg("thresholds") = "", py::arg("set_number") = 0,
           py::arg("size_of_all") = 0, py::arg("ranks") = std::vector<int>{},
           py::arg("has_core_for_each").none(true) = py::none(), py::arg("host") = 0,
           py::arg("hosts") = std::vector<std::vector<int>>{},
-          py::arg("processes") = std::vector<std::pair<py::str, int>>{})
+          py::arg("processes") = std::vector<std::pair<py::str, int>>{}, py::arg("job") = "", py::arg("generation") = 0)
       .def_static("attach", &Segment::attach, py::arg("fd"))
       .def_property_readonly("fd", &Segment::fd)
       .def_property_readonly("size", &Segment::size)
+      .def("snapshot", &snapshot, py::arg("most") = 0)
+      // Whether this call is the first one of the host's processes.
+      .def("claim_failure", [](Segment& segment) { return segment.world().is_told.exchange(1) == 0; })
       .def_property_readonly("has_core_for_each",
                              [](const Segment& segment) { return segment.world().has_core_for_each != 0; });
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena", "Memory for arrays that other ranks use in place.")

@@ -30,6 +30,7 @@ Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
   // Only now: the other ranks need not wait for a look at the clock.
   added.submitted = added.since = Clock::now();
   rounds_.submitted(name.statistics, added);
+  if (first) record(name);
   return Added{ready, first && is_announced(name) ? name.slot.slot : kNoSlot};
 }
 
@@ -38,6 +39,12 @@ Pending::Ready Pending::start(Name& name, bool watched) {
   if (const auto ready = announce(name, watched)) return *ready;
   waiting_for_slot_.push_back(name.queue.front()->request().name);
   return Ready::kNot;
+}
+
+// After its announcement: the other ranks need not wait for that.
+void Pending::record(const Name& name) {
+  if (is_announced(name))
+    flight_.begin(*name.queue.front(), name.slot.slot, name.slot.version, name.statistics.operations);
 }
 
 // Returns nothing, and has no effect, when the table has no free slot.
@@ -126,6 +133,7 @@ Pending::Completed Pending::complete(std::uint32_t slot, Clock::time_point now) 
     if (work->scheduled == Clock::time_point()) work->scheduled = now;  // another rank has carried it out
     if (world_.mark(slot, rank_).place != kNoPlace) work->algorithm = Algorithm::kDirect;
   }
+  flight_.end(*work, now);
   table_.complete(slot);
   name.statistics.add(*work, now);
   timeline_.record(*work, now, !status.ok());
@@ -138,7 +146,9 @@ Pending::Completed Pending::complete(std::uint32_t slot, Clock::time_point now) 
     rounds_.completed(name.statistics, *work, now);
     if (!name.queue.empty()) {
       name.queue.front()->since = now;
-      tell_progress(name, start(name));
+      const Ready ready = start(name);
+      record(name);
+      tell_progress(name, ready);
     }
   }
   retry_slots();
@@ -189,6 +199,7 @@ void Pending::retry_slots() {
     const auto found = names_.find(waiting_for_slot_.front());
     const auto ready = announce(found->second);
     if (!ready) return;
+    record(found->second);
     tell_progress(found->second, *ready);
     waiting_for_slot_.pop_front();
   }

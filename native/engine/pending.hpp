@@ -10,6 +10,7 @@
 #include <unordered_map>
 
 #include "engine/tensor_table.hpp"
+#include "report/flight.hpp"
 
 namespace kvstore_hvd {
 
@@ -176,6 +177,11 @@ class Pending {
   // By name; under the empty one that of forgotten names (beyond kSlots). Ends a round, see Rounds.
   EngineStatistics report();
 
+  // How long this rank has only waited for others, in the rounds that are over.
+  std::chrono::nanoseconds waited_for_others() const {
+    return rounds_.statistics().exposed - rounds_.statistics().reducing;
+  }
+
   // Records operations from now on. Ends a round.
   void start_timeline(std::size_t capacity);
   Timeline& timeline() { return timeline_; }
@@ -190,6 +196,7 @@ class Pending {
 
   Ready start(Name& name, bool watched = false);
   std::chrono::nanoseconds waited(Clock::time_point since, Clock::time_point now) const;
+  void record(const Name& name);
   void tell_progress(const Name& name, Ready ready);
   std::optional<Ready> announce(Name& name, bool watched = false);
   bool is_announced(const Name& name) const;
@@ -214,6 +221,7 @@ class Pending {
   Statistics forgotten_;
   Rounds rounds_;
   Timeline timeline_;
+  FlightRecorder flight_{world_, rank_};
   std::deque<std::string> waiting_for_slot_;
   StoppedSince stopped_since_;
   // By slot. Written before the announcement, which publishes it to the thread that carries out the schedule.

@@ -176,6 +176,7 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
       if (last) return decide(handle.slot, request);
       if (!last_here) return Outcome::kWaiting;
       slot.priority = request.priority;
+      slot.last = rank_;
       // Release: the link sees what this rank has seen, the announcements of all.
       world_.link().inbox.put(handle.slot);
       ring_link(world_);

@@ -52,6 +52,7 @@ Link::Link(std::shared_ptr<Segment> segment, std::shared_ptr<Transport> transpor
   for (int host = 0; host < world_.hosts; ++host) {
     if (host != world_.host) peers_.try_emplace(host, *transport_, host, options);
   }
+  for (Observed& one : observed_) one.by_rank.resize(static_cast<std::size_t>(world_.size));
   world_.link_dtype = options.dtype;
   // Relaxed: ranks look again and again, see Watcher.
   world_.link_silence_ns.store(options.silence.count(), std::memory_order_relaxed);
@@ -170,6 +171,7 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
   tensor.since = now;
   HostAnnouncement own{};
   own.announcement = world_.announcement(slot, 0);
+  own.last = world_.rank(world_.slots[slot].last).rank_of_world;
   for (int r = 0; r < world_.ranks; ++r) own.weights.add(world_.mark(slot, r).weight);
   const Signature& signature = own.announcement.signature;
   if (!table_.all_announced_the_same(slot)) own.by_rank = kvstore_hvd::announced_here(world_, slot);
@@ -182,12 +184,14 @@ void Link::announced_here(std::uint32_t slot, Clock::time_point now) {
     void* sum = own.sum.data();
     reduce(reduction_within_host(signature), inputs.data(), world_.ranks, &sum, 1, signature.count);
   }
-  send_all(RecordKind::kReady, tensor.name, own.announcement, own.weights, own.is_inline, own.by_rank, own.sum);
+  send_all(RecordKind::kReady, tensor.name, own.announcement, own.weights, own.is_inline, own.by_rank, own.sum,
+           own.last);
   add(id, tensor, world_.host, std::move(own));
 }
 
 void Link::add(const TensorId& id, Tensor& tensor, int host, HostAnnouncement ready) {
   ready.number = ++n_ready_[host];
+  ready.at = Clock::now();
   tensor.by_host[host].push_back(std::move(ready));
   const auto is_empty = [](const auto& one) { return one.empty(); };
   if (tensor.by_host[host].size() == 1 && std::none_of(tensor.by_host.begin(), tensor.by_host.end(), is_empty)) {
@@ -196,6 +200,7 @@ void Link::add(const TensorId& id, Tensor& tensor, int host, HostAnnouncement re
 }
 
 void Link::all_announced(const TensorId& id, Tensor& tensor) {
+  observe(tensor);
   const auto is_inline = [](const auto& one) { return one.front().is_inline; };
   if (!is_the_same(tensor)) {
     disagree(tensor);
@@ -226,6 +231,19 @@ double Link::weights(const Tensor& tensor) const {
   WeightSums sums{};
   for (const auto& one : tensor.by_host) sums.add(one.front().weights);
   return sums.total();
+}
+
+// Counts who came last. A host that comes late itself may have read the others' announcements late.
+void Link::observe(const Tensor& tensor) {
+  std::vector<std::pair<Clock::time_point, std::int32_t>> arrivals;
+  for (const auto& one : tensor.by_host) arrivals.emplace_back(one.front().at, one.front().last);
+  std::sort(arrivals.begin(), arrivals.end());
+  const auto [at, rank] = arrivals.back();
+  if (world_.host != (world_.member(rank).host == kConductor ? 1 : kConductor)) return;
+  Observed& own = observed_[world_.host];
+  ++own.compared;
+  ++own.by_rank[rank][0];
+  own.by_rank[rank][1] += std::chrono::nanoseconds(at - arrivals[(arrivals.size() - 1) / 2].first).count();
 }
 
 void Link::carry_out(Tensor& tensor) {
@@ -332,7 +350,7 @@ void Link::handle(int host, RecordKind kind, RecordReader& record) {
     case RecordKind::kReady: {
       std::string name;
       HostAnnouncement ready;
-      record.get(name, ready.announcement, ready.weights, ready.is_inline, ready.by_rank, ready.sum);
+      record.get(name, ready.announcement, ready.weights, ready.is_inline, ready.by_rank, ready.sum, ready.last);
       check_ready(host, name, ready);
       const TensorId id = id_of(name);
       return add(id, tensor(id, name, Clock::now()), host, std::move(ready));
@@ -357,6 +375,7 @@ void Link::check_ready(int host, std::string_view name, const HostAnnouncement& 
   };
   const Signature& signature = ready.announcement.signature;
   expect(name.size() <= kMaxName);
+  expect(std::count(ranks.begin(), ranks.end(), ready.last) == 1);
   check_one(ready.announcement);
   expect(ready.weights.sum >= 0.0 && ready.weights.present <= ranks.size());
   expect(ready.weights.absent <= ranks.size() - ready.weights.present);
@@ -397,8 +416,10 @@ void Link::send_beat() {
   for (const Missed& one : table_.missed(256, false).value_or(std::vector<Missed>())) {
     for (const int r : table_.late(one.slot)) late.push_back({id_of(one.name), world_.rank(r).rank_of_world});
   }
+  const Observed observed = world_.host < kObservers ? observed_[world_.host] : Observed();
   send_all(RecordKind::kBeat, has_failed ? world_.failure.code() : ErrorCode::kOk,
-           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late, behind(late));
+           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late, behind(late),
+           figures(), observed.compared, observed.by_rank);
   sent_left_ = static_cast<std::uint32_t>(left.size());
   has_sent_end_ = has_failed || left.size() == ranks_[world_.host].size();
 }
@@ -420,6 +441,41 @@ std::vector<Link::Behind> Link::behind(const std::vector<LateRank>& late) {
   return all;
 }
 
+std::vector<Link::Figures> Link::figures() {
+  std::vector<Figures> all;
+  for (const int rank : ranks_[world_.host]) {
+    const Counts& of = world_.member(rank).counts;
+    // Relaxed, all: sent again.
+    all.push_back({of.operations.load(std::memory_order_relaxed), of.bytes.load(std::memory_order_relaxed),
+                   static_cast<std::uint64_t>(of.waited.load(std::memory_order_relaxed))});
+  }
+  return all;
+}
+
+void Link::note_figures(int host, const std::vector<Figures>& figures) {
+  for (std::size_t i = 0; i < figures.size(); ++i) {
+    Counts& of = world_.member(ranks_[host][i]).counts;
+    of.operations.store(figures[i][0], std::memory_order_relaxed);
+    of.bytes.store(figures[i][1], std::memory_order_relaxed);
+    of.waited.store(static_cast<std::int64_t>(figures[i][2]), std::memory_order_relaxed);
+  }
+}
+
+void Link::note_observed() {
+  for (int rank = 0; rank < world_.size; ++rank) {
+    std::uint64_t compared = 0, last = 0, behind = 0;
+    for (const Observed& one : observed_) {
+      compared += one.compared;
+      last += one.by_rank[rank][0];
+      behind += one.by_rank[rank][1];
+    }
+    Counts& of = world_.member(rank).counts;
+    of.compared.store(compared, std::memory_order_relaxed);
+    of.last.store(last, std::memory_order_relaxed);
+    of.behind.store(static_cast<std::int64_t>(behind), std::memory_order_relaxed);
+  }
+}
+
 void Link::note_behind(int host, const std::vector<Behind>& behind) {
   // Relaxed, all: for messages and deadlines, which are looked at again and again.
   for (const int rank : ranks_[host]) {
@@ -437,7 +493,10 @@ void Link::on_beat(int host, RecordReader& record) {
   std::vector<int> left;
   std::vector<LateRank> late;
   std::vector<Behind> behind;
-  record.get(told.error, told.text, told.arrived, told.n_ready, left, late, behind);
+  std::vector<Figures> figures;
+  Observed observed;
+  record.get(told.error, told.text, told.arrived, told.n_ready, left, late, behind, figures, observed.compared,
+             observed.by_rank);
   const auto is_there = [&](int rank) { return rank >= 0 && rank < world_.size && world_.member(rank).host == host; };
   expect(static_cast<int>(told.error) < kErrorCodes && told.n_ready.size() == n_ready_.size());
   expect(told.error == ErrorCode::kOk || Status(told.error, "").latches());
@@ -446,7 +505,12 @@ void Link::on_beat(int host, RecordReader& record) {
   expect(std::all_of(behind.begin(), behind.end(), [&](const Behind& one) {
     return is_there(one.rank) && (one.waits <= kMostWaits || one.waits == kStopped);
   }));
+  expect(figures.size() == ranks_[host].size());
+  expect(observed.by_rank.size() == (host < kObservers ? static_cast<std::size_t>(world_.size) : 0));
   note_behind(host, behind);
+  note_figures(host, figures);
+  if (host < kObservers) observed_[host] = std::move(observed);
+  note_observed();
   peer.left = std::move(left);
   peer.late = std::move(late);
   peer.has_left = peer.left.size() == ranks_[host].size();

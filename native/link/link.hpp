@@ -63,6 +63,8 @@ class Link {
     std::vector<AnnouncedBy> by_rank;  // if they differ, or an input failed
     std::vector<char> sum;             // of the host, if it is inline
     std::uint64_t number = 0;          // counts the host's announcements
+    std::int32_t last = 0;             // the rank that announced last
+    Clock::time_point at{};            // when it came
   };
   // Announcements of hosts under a name that are not over: the n-th of one host matches the n-th of all others.
   struct Tensor {
@@ -89,6 +91,13 @@ class Link {
     std::uint32_t waits;
     std::array<char, SharedText::kBytes> text;
   };
+  // Figures of ranks, see Counts: of all ranks of a host operations, bytes and waiting time; of all ranks of the world,
+  // as a host has observed it, how often each came last, and the nanoseconds behind the median host.
+  using Figures = std::array<std::uint64_t, 3>;
+  struct Observed {
+    std::uint64_t compared = 0;
+    std::vector<std::array<std::uint64_t, 2>> by_rank;
+  };
   // Another host.
   struct Peer {
     Peer(Transport& transport, int host, const LinkOptions& options)
@@ -109,6 +118,9 @@ class Link {
     Patience patience;
   };
 
+  // A host that waits for another one sees when it comes: the conductor, or host 1 where the conductor is the last one.
+  static constexpr int kObservers = 2;
+
   // These, and publish_next(), throw ForeignRecord.
   void handle(int host, RecordKind kind, RecordReader& record);
   void check_ready(int host, std::string_view name, const HostAnnouncement& ready);
@@ -122,6 +134,7 @@ class Link {
   void all_announced(const TensorId& id, Tensor& tensor);
   bool is_the_same(const Tensor& tensor) const;
   double weights(const Tensor& tensor) const;
+  void observe(const Tensor& tensor);
   void carry_out(Tensor& tensor);
   void disagree(Tensor& tensor);
   void end(const TensorId& id);
@@ -137,6 +150,9 @@ class Link {
   void send_beat();
   std::vector<Behind> behind(const std::vector<LateRank>& late);
   void on_beat(int host, RecordReader& record);
+  std::vector<Figures> figures();
+  void note_figures(int host, const std::vector<Figures>& figures);
+  void note_observed();
   void note_behind(int host, const std::vector<Behind>& behind);
   void raise_abort();
   bool may_end();
@@ -169,6 +185,7 @@ class Link {
   Clock::time_point looked_{}, beat_{};
   std::optional<Patience> after_failure_;
   std::optional<Abort> abort_;
+  std::array<Observed, kObservers> observed_;  // by host
 };
 
 }  // namespace kvstore_hvd

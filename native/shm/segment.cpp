@@ -17,7 +17,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::uint64_t kMagic = 0x6b76687664303133;  // changes with any change of world.hpp
+constexpr std::uint64_t kMagic = 0x6b76687664303134;  // changes with any change of world.hpp
 constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 // Slices of up to 128 KiB for each rank, but no more than 1 MiB of staging for a chunk: larger gains nothing, and costs
@@ -54,7 +54,8 @@ Layout layout_of(std::size_t size, std::size_t all, std::size_t hosts, std::size
   at.members = round_up(at.payloads + size * kSlots * at.payload_stride, kPage);
   at.late = at.members + all * sizeof(Member);
   at.late_words = has_link ? (all + 63) / 64 : 0;
-  at.staging = round_up(at.late + at.late_words * sizeof(std::uint64_t) * kSlots, kHugePage);
+  at.records = round_up(at.late + at.late_words * sizeof(std::uint64_t) * kSlots, kPage);
+  at.staging = round_up(at.records + size * kFlightRecords * sizeof(FlightRecord), kHugePage);
   // Between hosts a chunk costs messages: fewer, larger ones.
   at.stage_bytes = has_link ? kMaxStage : round_up(std::min(size * kMaxSlice, kMaxStage), kPage);
   // Ranks' staging memories start on different 2 MiB pages, never a power of two apart: accesses to equal offsets of
@@ -168,6 +169,7 @@ std::shared_ptr<Segment> Segment::create(int size, std::size_t arena_bytes, cons
   world.size = static_cast<std::int32_t>(all);
   world.hosts = static_cast<std::int32_t>(n_hosts);
   world.host = hosts.host;
+  world.created = monotonic_ns();
   world.thresholds = thresholds;
   // The same on all hosts.
   std::size_t most = static_cast<std::size_t>(size);

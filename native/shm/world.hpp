@@ -17,6 +17,8 @@ inline constexpr int kMaxName = 240;  // bytes of a request's name
 inline constexpr int kMaxDims = 12;   // dimensions that are compared and printed one by one
 inline constexpr std::uint32_t kNoSlot = 0xffffffff;
 
+inline constexpr std::uint64_t kFlightRecords = 1024;  // operations of each rank that its flight recorder keeps
+
 inline constexpr std::uint32_t kMaxInline = 4096;  // what an announcement can carry in a world of up to 16 ranks
 
 // Algorithm selection thresholds, in bytes: measured, and overridable without a rebuild. The ranks of a world decide
@@ -66,6 +68,26 @@ struct Doing {
 inline constexpr std::uint32_t kMostWaits = 64;
 inline constexpr std::uint32_t kStopped = 1 << 30;  // instead, of a process that is stopped
 
+// What a rank has done, for reports of all ranks. Relaxed, all: figures. Operations, bytes and waiting time are written
+// by the rank's own engine, the others by local rank 0's watcher; over hosts by the link, as is all of other hosts'
+// ranks.
+struct Counts {
+  std::atomic<std::uint64_t> operations, bytes;  // that are over; bytes of its arrays
+  std::atomic<std::int64_t> waited;              // nanoseconds in which it only waited for others, see Rounds
+  std::atomic<std::uint64_t> compared, last;     // operations whose arrivals were compared; those it came last in
+  std::atomic<std::int64_t> behind;              // in these: nanoseconds behind the median rank, all together
+};
+
+// One operation in a rank's flight recorder: written by the rank, read by any process, also after the rank's death.
+struct alignas(64) FlightRecord {
+  std::atomic<std::uint64_t> number;     // among the rank's operations, from 1; 0 while the other fields are written
+  std::atomic<std::uint64_t> slot;       // the version above the number of the slot, 32 bits each
+  std::atomic<std::uint64_t> operation;  // its number under its name, and what it is; see report/flight.cpp
+  std::atomic<std::uint64_t> bytes;
+  std::atomic<std::int64_t> announced, scheduled, completed;  // nanoseconds of the monotonic clock; 0: not yet
+};
+static_assert(sizeof(FlightRecord) == 64);
+
 // One rank, or the link, as the others see it. Each flag is written by its owner, the bell by all.
 struct RankState {
   Flag filled;     // rank: entries whose contribution lies in its staging memory; link: entries that have arrived here
@@ -94,6 +116,7 @@ struct Member {
   std::int32_t pid;          // over hosts only, as is the name
   char host_name[64];
   Doing doing;
+  Counts counts;
 };
 
 // One rank's operation on a tensor; compared byte by byte across ranks, so padding is spelled out and zero.
@@ -162,6 +185,7 @@ struct Slot {
   double weights;           // see World::weights()
   std::uint32_t direct;     // whether every rank's array lies in its arena
   std::int32_t priority;    // over hosts; that of the last rank of this host
+  std::int32_t last;        // over hosts: that rank
   std::uint32_t error;      // ErrorCode, kOk (0) when agreed
   std::uint32_t error_length;
   char error_text[1024];
@@ -253,7 +277,7 @@ struct WeightSums {
 
 // Where the parts of a segment lie: offsets and sizes in bytes.
 struct Layout {
-  std::uint64_t ranks, announcements, marks, payloads, members, late, staging, arenas, link, total;
+  std::uint64_t ranks, announcements, marks, payloads, members, late, records, staging, arenas, link, total;
   std::uint64_t payload_stride, late_words, staging_stride, arena_stride;
   std::uint64_t arena_bytes;  // of one rank
   std::uint64_t stage_bytes;  // of one rank's staging memory for one chunk
@@ -266,13 +290,18 @@ struct World {
   std::int32_t ranks;    // on this host: those that stage and reduce
   std::int32_t parties;  // those that announce: the ranks here, and over hosts the link, last, for the ranks elsewhere
   std::int32_t size;     // ranks on all hosts
-  std::int32_t hosts, host;         // how many, and which one this is
-  std::uint32_t set_number;         // see Inside
-  std::int32_t size_of_all;         // ranks in the world of all
+  std::int32_t hosts, host;  // how many, and which one this is
+  std::uint32_t set_number;  // see Inside
+  std::int32_t size_of_all;  // ranks in the world of all
+  std::int64_t created;      // nanoseconds of the monotonic clock
+  std::int32_t generation;
+  char job[64];                     // its name
   std::uint32_t has_core_for_each;  // whether the ranks may use as many cores as there are ranks
   Thresholds thresholds;
 
   Failure failure;
+  std::atomic<std::uint32_t>
+      is_told;                      // whether a process of this host has taken it upon itself to write the failure down
   std::atomic<std::uint32_t> left;  // ranks that left in good order
   // The link's steps, modulo 2^32, and how long it may stand still in between; 0: there is none yet.
   std::atomic<std::uint32_t> link_steps;
@@ -342,6 +371,9 @@ struct World {
     return base() + layout.staging + layout.staging_stride * r + layout.stage_bytes * (entry % kStages);
   }
   Member& member(int rank_of_world) { return at<Member>(layout.members)[rank_of_world]; }
+  FlightRecord* records(int r) {
+    return at<FlightRecord>(layout.records) + kFlightRecords * static_cast<std::uint64_t>(r);
+  }
   // A bit for each rank of the world: those of other hosts that are late in a slot's operation, as the link knows.
   std::atomic<std::uint64_t>* late(std::uint32_t slot) {
     return at<std::atomic<std::uint64_t>>(layout.late) + slot * layout.late_words;

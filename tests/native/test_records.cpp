@@ -163,8 +163,10 @@ struct Ready {
   bool is_inline;
   std::vector<AnnouncedBy> told;
   std::vector<char> sum;
+  std::int32_t last = 0;
 
-  explicit Ready(Operation one) : name(one.name), is_inline(one.is_inline) {
+  // Of a host with this rank only.
+  explicit Ready(Operation one, int rank = 0) : name(one.name), is_inline(one.is_inline), last(rank) {
     fill(one);
     std::memset(&announcement, 0, sizeof(announcement));
     announcement.signature = signature_of(one.request());
@@ -173,7 +175,7 @@ struct Ready {
       sum.assign(reinterpret_cast<char*>(one.input.data()), reinterpret_cast<char*>(one.input.data() + one.count));
   }
   void append_to(std::vector<char>& stream) const {
-    append_record(stream, RecordKind::kReady, name, announcement, weights, is_inline, told, sum);
+    append_record(stream, RecordKind::kReady, name, announcement, weights, is_inline, told, sum, last);
   }
 };
 
@@ -216,9 +218,15 @@ struct Beat {
     std::array<char, SharedText::kBytes> text;
   };
   std::vector<Behind> behind;
+  std::vector<std::array<std::uint64_t, 3>> figures{1};
+  std::uint64_t compared = 0;
+  std::vector<std::array<std::uint64_t, 2>> observed;
+
+  explicit Beat(int host = 0) : observed(host < 2 ? kSize : 0) {}
 
   void append_to(std::vector<char>& stream) const {
-    append_record(stream, RecordKind::kBeat, error, text, arrived, n_ready, left, late, behind);
+    append_record(stream, RecordKind::kBeat, error, text, arrived, n_ready, left, late, behind, figures, compared,
+                  observed);
   }
 };
 
@@ -309,6 +317,7 @@ Outcome run(const std::shared_ptr<Script>& script, int tested, const std::vector
 
 // Streams of a program that runs twice.
 void append_streams(Script& script, int tested, const std::vector<Operation>& all) {
+  const Placement placement = placement_around(tested);
   for (int round = 0; round < 2; ++round) {
     for (int host = 0; host < kHosts; ++host) {
       if (host == tested) continue;
@@ -316,8 +325,8 @@ void append_streams(Script& script, int tested, const std::vector<Operation>& al
       std::vector<Operation> own = all;
       std::shuffle(own.begin(), own.end(), script.random);
       for (const Operation& one : own) {
-        Ready(one).append_to(stream);
-        if (script.random() % 4 == 0) Beat().append_to(stream);
+        Ready(one, placement[host][0]).append_to(stream);
+        if (script.random() % 4 == 0) Beat(host).append_to(stream);
       }
       if (host == 0) append_orders(stream, all, script.random);
     }
@@ -476,6 +485,9 @@ const bool refused = testing::add("each record that no host of this version send
       {"a rank of no host that has left", beat([](Beat& one) { one.left = {-1}; })},
       {"a rank of no host that waits", beat([](Beat& one) { one.behind = {{1 << 30, 1, {}}}; })},
       {"a rank of no host that is late", beat([](Beat& one) { one.late = {{id_of("x"), 1 << 30}}; })},
+      {"figures of more ranks than it has", beat([](Beat& one) { one.figures.resize(2); })},
+      {"figures of no rank", beat([](Beat& one) { one.observed.clear(); })},
+      {"a last rank of another host", ready([](Ready& one) { one.last = 1; })},
       {"counts of other hosts", beat([](Beat& one) { one.n_ready.resize(2); })},
       {"no error", beat([](Beat& one) { one.error = static_cast<ErrorCode>(77); })},
       {"an error that fails no world", beat([](Beat& one) { one.error = ErrorCode::kMismatch; })},
@@ -483,7 +495,7 @@ const bool refused = testing::add("each record that no host of this version send
   for (const auto& [name, tell] : all) {
     const auto script = std::make_shared<Script>(0);
     script->in_one_message = true;
-    for (const int host : {0, 2}) Ready(x).append_to(script->peers[host].stream);
+    for (const int host : {0, 2}) Ready(x, host == 0 ? 0 : 3).append_to(script->peers[host].stream);
     tell(*script, script->peers[0].stream);
     const Outcome outcome = run(script, 1, {x}, true);
     check(outcome.is_refused() && outcome.text.find("host testhost (rank 0) sent") == 0,
@@ -491,7 +503,7 @@ const bool refused = testing::add("each record that no host of this version send
     for (const Status& status : outcome.statuses) check(status.code() == ErrorCode::kTransport, name);
   }
   const auto script = std::make_shared<Script>(0);
-  for (const int host : {0, 2}) Ready(x).append_to(script->peers[host].stream);
+  for (const int host : {0, 2}) Ready(x, host == 0 ? 0 : 3).append_to(script->peers[host].stream);
   first.append_to(script->peers[2].stream);
   const Outcome outcome = run(script, 1, {x}, true);
   check(outcome.text.find("host testhost (rank 3) sent what is no record") == 0,
@@ -501,14 +513,15 @@ const bool refused = testing::add("each record that no host of this version send
 const bool watched = testing::add("a host is lost that is silent, gone, of another build, or has started over", [] {
   using Peer = Script::Peer;
   const char* const silent = "host testhost (ranks 1-2) has not been heard of for 0 s";
-  const auto left = [](Peer& peer, std::vector<int> ranks) {
-    Beat beat;
+  const auto left = [](Peer& peer, int host, std::vector<int> ranks) {
+    Beat beat(host);
+    if (host == 1) beat.figures.resize(2);
     beat.left = std::move(ranks);
     beat.append_to(peer.stream);
   };
   const std::tuple<const char*, std::function<void(Peer&)>, std::string> all[] = {
       {"silent", [](Peer&) {}, silent},
-      {"one of its ranks has left", [&](Peer& peer) { left(peer, {1}); }, silent},
+      {"one of its ranks has left", [&](Peer& peer) { left(peer, 1, {1}); }, silent},
       {"mail of an earlier attempt",
        [](Peer& peer) {
          Beat beat;
@@ -518,7 +531,7 @@ const bool watched = testing::add("a host is lost that is silent, gone, of anoth
        },
        silent},
       {"another build", [](Peer& peer) { peer.build = 1; }, "run different versions of kvstore_hvd"},
-      {"a later attempt", [&](Peer& peer) { left(peer, {}), peer.starts_over = true; },
+      {"a later attempt", [&](Peer& peer) { left(peer, 1, {}), peer.starts_over = true; },
        "host testhost (ranks 1-2) could not join, and started over"},
       {"its connection ends", [](Peer& peer) { peer.fault = TransportError::Kind::kLost; },
        "host testhost (ranks 1-2) is lost: the connection to it has ended (it ended)"},
@@ -528,7 +541,7 @@ const bool watched = testing::add("a host is lost that is silent, gone, of anoth
   for (const auto& [name, change, expected] : all) {
     const auto script = std::make_shared<Script>(0);
     change(script->peers[1]);
-    left(script->peers[2], {3});  // all of its ranks: nobody waits for it, and its connection may end
+    left(script->peers[2], 2, {3});  // all of its ranks: nobody waits for it, and its connection may end
     script->peers[2].fault = TransportError::Kind::kLost;
     const Placement placement{{0}, {1, 2}, {3}};
     const auto segment = Segment::create(1, 0, {}, {}, std::nullopt, Hosts{0, placement, test_processes(placement)});
@@ -551,7 +564,7 @@ const bool first_failure = testing::add("who fails and leaves has failed, though
   const Operation x{"x", Collective::kAllreduce, 1000, 0, true, {}, {}};
   for (const bool says_so : {true, false}) {  // or its connection ends
     const auto script = std::make_shared<Script>(0);
-    Beat beat;
+    Beat beat(2);
     beat.error = ErrorCode::kPeerLost;
     beat.text = "rank 3 gave up";
     beat.arrived = 1;

@@ -1,6 +1,7 @@
 // What is measured and recorded of operations: rounds, exposed times and the timeline by hand-made times, then a world
 // that completes and fails.
 #include "ranks.hpp"
+#include "report/flight.hpp"
 #include "report/report.hpp"
 
 namespace kvstore_hvd {
@@ -13,6 +14,8 @@ using Time = std::chrono::steady_clock::time_point;
 long hours_of(std::chrono::nanoseconds duration) {
   return std::chrono::duration_cast<hours>(duration + std::chrono::minutes(30)).count();
 }
+
+std::int64_t nanoseconds_of(std::uint64_t duration) { return std::chrono::nanoseconds(hours(duration)).count(); }
 
 std::shared_ptr<const Request> any_request() { return std::make_shared<Request>(); }
 
@@ -123,6 +126,63 @@ const bool ordered = testing::add("times never decrease, whatever was seen first
   check(taken.events[0].scheduled == Time(hours(5)), "scheduled at once");
   check(taken.events[1].scheduled == Time(hours(7)) && taken.events[1].failed, "waited until it failed");
   check(taken.events[2].since == Time(hours(5)), "since");
+});
+
+const bool flights = testing::add("the last operations of a rank are kept, those under way as well", [] {
+  const auto segment = Segment::create(1);
+  World& world = segment->world();
+  FlightRecorder recorder(world, 0);
+  for (std::uint64_t n = 0; n < kFlightRecords + 10; ++n) {
+    Request request;
+    request.dtype = DType::kFloat64;
+    request.count = n;
+    Work work(std::make_shared<Request>(request));
+    work.since = Time(hours(n + 1));
+    work.scheduled = Time(hours(n + 2));
+    work.algorithm = Algorithm::kDirect;
+    recorder.begin(work, 7, 8, n);
+    if (n % 2 == 0) recorder.end(work, Time(hours(n + 3)));
+  }
+  const std::vector<Flight> all = read_flights(world, 0);
+  check_equal(all.size(), kFlightRecords, "operations that are kept");
+  check_equal(read_flights(world, 0, 3).front().operation, kFlightRecords + 7, "the first one of the last three");
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const Flight& one = all[i];
+    const bool is_over = one.operation % 2 == 0;
+    check_equal(one.operation, i + 10, "in their order");
+    check(one.slot == 7 && one.version == 8 && one.bytes == 8 * one.operation && one.dtype == DType::kFloat64, "what");
+    check_equal(one.announced, nanoseconds_of(one.operation + 1), "announced");
+    check_equal(one.scheduled, is_over ? nanoseconds_of(one.operation + 2) : 0, "scheduled");
+    check_equal(one.completed, is_over ? nanoseconds_of(one.operation + 3) : 0, "completed");
+    check(one.algorithm == (is_over ? std::optional(Algorithm::kDirect) : std::nullopt), "algorithm");
+  }
+  check_equal(world.member(0).counts.operations.load(), kFlightRecords / 2 + 5, "operations that are over");
+});
+
+const bool last = testing::add("who came last is counted once, and how far behind the median", [] {
+  const auto segment = Segment::create(4);
+  World& world = segment->world();
+  std::vector<FlightRecorder> recorders;
+  for (int r = 0; r < 4; ++r) recorders.emplace_back(world, r);
+  Arrivals arrivals(world);
+  // Two operations in which ranks come after 1, 2, 3 and 10 hours; in the second one rank 2 comes last.
+  for (int n = 0; n < 2; ++n) {
+    const int late[] = {1, 2, n == 0 ? 3 : 10, n == 0 ? 10 : 3};
+    for (int r = 0; r < 4; ++r) {
+      Work work(any_request());
+      work.since = Time(hours(100 * n + late[r]));
+      recorders[static_cast<std::size_t>(r)].begin(work, 0, 0, static_cast<std::uint64_t>(n));
+      if (n == 1 && r == 0) arrivals.count(Time(hours(100 * n + 9)));
+      recorders[static_cast<std::size_t>(r)].end(work, Time(hours(100 * n + 10)));
+    }
+  }
+  for (int look = 0; look < 2; ++look) arrivals.count(Time(hours(200)));
+  const auto of = [&](int r) -> const Counts& { return world.member(r).counts; };
+  for (int r = 0; r < 4; ++r) {
+    check_equal(of(r).compared.load(), 2u, "operations that were compared");
+    check_equal(of(r).last.load(), r >= 2 ? 1u : 0u, "those in which it came last");
+    check_equal(of(r).behind.load(), r >= 2 ? nanoseconds_of(8) : 0, "behind the median");
+  }
 });
 
 const bool counted = testing::add("the engine counts and records every operation of its rank", [] {

@@ -57,9 +57,13 @@ def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
     told = {"algorithm": "two-shot", "staged": "3 devices", "submitted": 77.0, "ms": ms}
     assert entries["keys"]["weight"] == {"operations": {"pushpull": 4}, "bytes": 4 << 20, **told}
     rounds, arena = {"count": 3, "exposed_ms": 1.5, "reducing_ms": 0.5}, {"used": 1 << 20, "capacity": 8 << 20}
-    assert str(Report({"workers": 2, "rounds": rounds, "arena": arena, **entries})).splitlines() == [
+    figures = {"operations": 5, "bytes": 4 << 20, "waited_ms": 7.0, "compared": 4, "last": 3, "behind_ms": 4.5}
+    ranks = {1: figures, 2: dict.fromkeys(figures, 0)}
+    assert str(Report({"workers": 2, "rounds": rounds, "arena": arena, "ranks": ranks, **entries})).splitlines() == [
         "2 workers; 4 pushpull, 1 broadcast; 4.0 MiB; training waited at most 0.5 ms for sums, 1.0 ms for "
         "workers (3 steps); arena: 1.0 of 8.0 MiB",
+        "rank 1: waited 7.0 ms; came last in 75 % of 4, 1.5 ms behind",
+        "rank 2: waited 0.0 ms; came last in 0 % of 0, 0 ms behind",
         "key     calls    bytes  algorithm  queued ms  reducing ms  exposed ms  staged because",
         "weight      4  4194304  two-shot     250.000      500.000     125.000  3 devices",
         "loss        1        4",

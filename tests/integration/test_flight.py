@@ -1,0 +1,150 @@
+"""What the workers of a job did before a failure, and what they do now, as `kvhvdrun` tells it from outside of them."""
+
+import json
+import re
+import signal
+import subprocess
+
+import pytest
+
+from support.launchers import kvhvdrun
+from support.patience import patient
+
+# Some steps of two sums; rank 1 then does what its argument says.
+PROGRAM = """
+import numpy as np
+import kvstore_hvd
+
+kvstore_hvd.init()
+
+def come_late():
+    wait_for('go')
+
+for step in range(20):
+    if rank == 1 and step == 10:
+        say('now\\n')
+        if fault == 'dies':
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == 'is stopped':
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == 'hangs':
+            come_late()
+    names = ['left', 'right']
+    if rank == 1 and step == 10 and fault == 'has another order':
+        names.reverse()
+    for name in names:
+        if rank == 1 and fault == 'is slow':
+            time.sleep(0.05)
+        kvstore_hvd.allreduce(np.ones(100, np.float32), name)
+if fault == 'is slow':
+    time.sleep(1.5)  # the figures are a second old at most
+    if rank == 1:
+        os._exit(1)
+    kvstore_hvd.allreduce(np.ones(100, np.float32), 'last')
+"""
+# Of a death the file is written at once: rank 2 may come to the sum a little later.
+FIRST = r"First that is not over: allreduce 'left', number 11 of its name, submitted by ranks? .*, not by ranks? 1[-,]"
+# Milliseconds of a sleep of 50.
+LATE = r"([4-9]\d(\.\d)?|\d{3})"
+SAYS = {
+    "dies": [FIRST, r"PeerLostError: rank 1 \(\S+, pid \d+\) died", r"rank 1 \(.*'right' was over [\d.e-]+ s before"],
+    "is stopped": [FIRST, r"TimeoutError: ", r"rank 1 \(\S+, pid \d+\) was stopped", r"What to do: find who stopped"],
+    "hangs": [FIRST, r"rank 1 \(.*waited for nothing: .*\S+:\d+ in wait_for", r"see why rank 1 did not come"],
+    "is slow": [rf"rank 1 \(\S+, pid \d+\) was slow: it came last in 100 % of 4\d operations, {LATE} ms behind"],
+    "has another order": [
+        r"First that is not over: allreduce 'right', number 11 of its name, submitted by rank 1, not by ranks 0, 2,"
+        r"|First that is not over: allreduce 'left', number 11 of its name, submitted by ranks 0, 2, not by rank 1,",
+        r"rank 0 \(.*waited in allreduce 'left' for rank 1",
+        r"rank 1 \(.*waited in allreduce 'right' for ranks 0, 2",
+        r"What to do: have all workers submit the same operations, .* in the same order",
+    ],
+}
+
+
+def tell(*words, code=0):
+    """What `kvhvdrun explain` and the like print."""
+    command = [*kvhvdrun().prefix, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=patient(30), check=False)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("hosts", ["", pytest.param("2,1", marks=pytest.mark.alike)])
+@pytest.mark.parametrize("fault", SAYS)
+def test_a_failure_is_explained_by_its_file_alone(start, tmp_path, fault, hosts):
+    """It has no values of arrays, and nothing else is written."""
+    file = tmp_path / "failure.json"
+    variables = {"KVHVD_FAILURE_FILE": str(file), "KVHVD_TIMEOUT": "3", "KVHVD_TEST_HOSTS": hosts}
+    job = start("-np 3", f"fault = {fault!r}\n{PROGRAM}", **variables)
+    job.until(file.exists, "the file")
+    job.go().end(None)
+    assert f"what the workers did before is in {file}" in job.err, job.describe()
+    text = tell("explain", file)
+    for pattern in SAYS[fault]:
+        assert re.search(pattern, text), f"{pattern}\n{text}"
+    assert len(text.splitlines()) <= 10
+    assert len(json.loads(file.read_text())["parts"]) == (2 if hosts else 1)
+    assert file.stat().st_size < 100_000
+    assert not list(tmp_path.glob("failure.json.*"))
+
+
+def test_a_running_job_is_told_without_its_help(start):
+    """Rank 1 computes in C with the GIL, so that none of its Python threads runs."""
+    program = """
+import numpy as np, re
+import kvstore_hvd
+kvstore_hvd.init()
+kvstore_hvd.allreduce(np.ones(3), 'first')
+def search_for_long():
+    say(f'now {os.getpid()}\\n')
+    re.match('(a|a?)+$', 'a' * 40 + 'b')
+if rank == 1:
+    time.sleep(1.5)
+    search_for_long()
+kvstore_hvd.allreduce(np.ones(3), 'x')
+"""
+    job = start("-np 3", program).until_printed("now")
+    (pid,) = re.findall(r"now (\d+)", job.out)
+    (name,) = set(re.findall(r"job (\w+), generation 0: 3 workers", tell("status", pid)))
+    table = tell("status", name)
+    for waits in (0, 2):
+        assert re.search(rf"(?m)^{waits} \(.*waits in allreduce 'x' for rank 1, \d+\.\d s", table), table
+    stacks = tell("stacks", name)
+    assert re.search(r"rank 1 \(\S+, pid \d+\):\n(.*\n)*?.* in search_for_long\n", stacks), stacks
+    assert name in tell("explain")
+    assert "no job nothing runs on this host" in tell("status", "nothing", code=2)
+    job.end(None, signal.SIGTERM)
+
+
+def test_a_slow_worker_is_reported_and_measured(start, tmp_path):
+    """In the log, by the stall check; in the file of metrics; and a fast job reports none."""
+    program = """
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.init()
+def compute():
+    time.sleep(0.05)
+while not os.path.exists('go'):
+    if rank == 1: compute()
+    asked = np.array([os.path.exists('go')], np.int32)
+    if kvstore_hvd.allreduce(asked, 'x', op='max')[0]: break
+"""
+    file = tmp_path / "metrics.prom"
+    job = start("-np 3", program, KVHVD_STALL_CHECK_TIME_S="2", KVHVD_METRICS_FILE=str(file))
+    job.until_printed("ms behind the median").go().end()
+    line = rf"rank 1 \(\S+, pid \d+\) came last in \d+ % of \d+ operations, {LATE} ms behind the median: "
+    line += r"the others waited for it in \d+ % of the time; it was at \S+:\d+ in compute"
+    assert re.search(line, job.of(0)), job.describe()
+    assert "behind the median" not in job.of(1) + job.of(2)
+    lines = [each for each in file.read_text().splitlines() if not each.startswith("#")]
+    values = {name: float(value) for name, value in (each.split() for each in lines)}
+    last = {rank: value for name, value in values.items() for rank in re.findall(r'last_total.*rank="(\d)"', name)}
+    assert last["1"] > 10 * (1 + last["0"] + last["2"])
+    assert all(re.fullmatch(r'kvstore_hvd_\w+\{job="\w+"(,rank="\d")?\} [\d.e-]+', each) for each in lines)
+
+
+def test_what_is_no_file_of_a_failure_is_refused(tmp_path):
+    wrong = tmp_path / "wrong.json"
+    for content in ("", "[]", "{}", '{"format": 2, "parts": []}', '{"format": 1, "parts": [{"workers": 3}]}'):
+        wrong.write_text(content)
+        assert "Fix: " in tell("explain", wrong, code=2)
