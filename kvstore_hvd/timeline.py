@@ -29,6 +29,8 @@ from kvstore_hvd.native import TimelineEvent
 __all__ = ["start_timeline", "stop_timeline"]
 
 _FORMAT = 1
+# Processes in a trace have the numbers of their ranks; those of workers that came later are above this.
+_MOST_RANKS = 1_000_000
 _JSON = json.JSONEncoder(separators=(",", ":"))
 # Numbers of calls in names: all calls share a row.
 _COUNTED = re.compile(r"(?<=\.noname)\.\d+|(?<=^join)/\d+(?=/)|(?<=^'join)/\d+(?=/)")
@@ -105,19 +107,20 @@ class Header:
     unix_ns: int = field(default_factory=time.time_ns)
     ahead_ns: int = 0  # this host's monotonic clock minus that of rank 0's host
     error_ns: int = 0  # of ahead_ns
+    generation: int = 0  # of the world in which this worker began to record
     format: int = _FORMAT
 
 
-def part_path(target: str, rank: int) -> str:
-    """The part of this rank of the timeline `target`."""
-    return f"{target}.rank-{rank}.part"
+def part_path(target: str, rank: int, generation: int = 0) -> str:
+    """The part of the timeline `target` of a worker that began to record in this generation, with this rank."""
+    return f"{target}.rank-{rank}{f'-{generation}' if generation else ''}.part"
 
 
 class PartWriter:
     """A new part, which replaces an old one. One thread at a time."""
 
     def __init__(self, target: str, header: Header) -> None:
-        self.path = part_path(target, header.rank)
+        self.path = part_path(target, header.rank, header.generation)
         self._session = header.session
         self._set = 0
         self._file = open_alone(self.path)
@@ -278,15 +281,17 @@ class _Trace:
 
     def _part(self, path: str, header: Header) -> Iterator[dict[str, Any]]:
         self._header = header
+        self._pid = header.generation * _MOST_RANKS + header.rank
         # By process set (0: all workers) and name: the end of the last operation of each row, by the row's number.
         # Operations of a row do not overlap.
         self._rows: defaultdict[tuple[int, str], dict[int, int]] = defaultdict(dict)
         self._cycle_rows: dict[int, int] = {}  # by process set
         self._rounds: defaultdict[int, _Rounds] = defaultdict(_Rounds)  # of the present world, by process set
         self.summary.ranks.append(header.rank)
-        title = f"rank {header.rank} ({header.host}, pid {header.pid})"
+        since = f", since generation {header.generation}" if header.generation else ""
+        title = f"rank {header.rank} ({header.host}, pid {header.pid}{since})"
         yield self._event("M", "process_name", 0, args={"name": title})
-        yield self._event("M", "process_sort_index", 0, args={"sort_index": header.rank})
+        yield self._event("M", "process_sort_index", 0, args={"sort_index": self._pid})
         process_set, ended = 0, False
         for line in read_lines(path):
             if isinstance(line, dict):
@@ -352,7 +357,7 @@ class _Trace:
         return self._event("X", name, row, cat=category, ts=ts, dur=round(self._us(end) - ts, 3))
 
     def _event(self, phase: str, name: str, row: int, **more: Any) -> dict[str, Any]:
-        return {"name": name, "ph": phase, "pid": self._header.rank, "tid": row, **more}
+        return {"name": name, "ph": phase, "pid": self._pid, "tid": row, **more}
 
     def _us(self, monotonic_ns: int) -> float:
         # An earlier time is shown as the start of the recording.
@@ -363,6 +368,35 @@ class _Trace:
 # -- python -m kvstore_hvd.timeline ------------------------------------------------------------------------------------
 
 
+def merge(target: str, begun_ns: int = 0) -> tuple[str, list[str]]:
+    """Make `target` of the parts beside it, of the latest session; returns what it has, and the parts.
+
+    Empty where no session has begun since `begun_ns`, nanoseconds since 1970. The parts stay. Raises OSError and
+    ValueError.
+    """
+    found = {path: read_header(path) for path in glob.glob(glob.escape(target) + ".rank-*.part")}
+    headers = {path: header for path, header in found.items() if header is not None}
+    latest = max(headers.values(), key=lambda header: header.unix_ns, default=None)
+    if latest is None or latest.unix_ns < begun_ns:
+        return "", []
+    own = {path: header for path, header in headers.items() if header.session == latest.session}
+    ranks = sorted({header.rank for header in own.values()})
+    summary = write_trace(target, sorted(own, key=lambda path: (own[path].generation, own[path].rank)))
+    lines = [f"{target}: {summary.operations} operations of {rank_list(ranks)}"]
+    missing = set(range(latest.size)) - set(ranks)
+    if missing:
+        lines.append(f"missing: {rank_list(missing)} of {latest.size}")
+    if summary.unfinished:
+        who = rank_list(sorted(set(summary.unfinished)))
+        lines.append(f"the last moments are missing, because they did not end in good order: {who}")
+    if summary.lost:
+        lines.append(f"{summary.lost} operations were not recorded: there were too many at a time")
+    others = sorted(found.keys() - own.keys())
+    if others:
+        lines.append(f"left out, of another timeline: {', '.join(others)}")
+    return "\n".join(lines), list(own)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run with the arguments `argv` (default: ``sys.argv[1:]``)."""
     about = "Make the timeline of a job that was killed."
@@ -370,29 +404,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("merge", choices=["merge"], help="make FILE of the parts that its workers left beside it")
     parser.add_argument("file", metavar="FILE", help="as given to start_timeline() or HOROVOD_TIMELINE")
     target = parser.parse_args(argv).file
-    try:  # the parts of the latest session; they stay, in case the job still runs
-        found = {path: read_header(path) for path in glob.glob(glob.escape(target) + ".rank-*.part")}
-        headers = [header for header in found.values() if header is not None]
-        if not headers:
-            print(f"there is no part of a timeline: {part_path(target, 0)} and so on.", file=sys.stderr)
-            return 1
-        latest = max(headers, key=lambda header: header.unix_ns)
-        ranks = sorted(header.rank for header in headers if header.session == latest.session)
-        summary = write_trace(target, [part_path(target, rank) for rank in ranks])
+    try:
+        text, _ = merge(target)  # the parts stay, in case the job still runs
     except (OSError, ValueError) as error:
         print(f"the timeline cannot be made: {error}", file=sys.stderr)
         return 1
-    print(f"{target}: {summary.operations} operations of {rank_list(ranks)}")
-    missing = set(range(latest.size)) - set(ranks)
-    if missing:
-        print(f"missing: {rank_list(missing)} of {latest.size}")
-    if summary.unfinished:
-        print(f"the last moments are missing, because they did not end in good order: {rank_list(summary.unfinished)}")
-    if summary.lost:
-        print(f"{summary.lost} operations were not recorded: there were too many at a time")
-    others = sorted(path for path, header in found.items() if header is None or header.session != latest.session)
-    if others:
-        print(f"left out, of another timeline: {', '.join(others)}")
+    if not text:
+        print(f"there is no part of a timeline: {part_path(target, 0)} and so on.", file=sys.stderr)
+        return 1
+    print(text)
     return 0
 
 

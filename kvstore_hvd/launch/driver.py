@@ -71,6 +71,7 @@ class Driver:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._settings = plan.settings
+        self._begun_ns = time.time_ns()
         self._secret = os.urandom(32).hex()  # with which workers authenticate each other
         self._poller = Poller()
         self._output = Output(self._poller, plan.options, plan.settings.max_np)
@@ -149,6 +150,7 @@ class Driver:
             self._drop_at = max(self._drop_at - _LAST_WORDS_S, gone_at + _LAST_WORDS_S)
         self._output.flush_lines()
         self._output.show("")
+        self._merge_timeline()
         code = self._farewell(end)
         self._output.step()
         # In this order: a sink that fails has nothing pending afterwards.
@@ -470,6 +472,22 @@ class Driver:
                 self._lost_code = self._lost_code or EXIT_FAILED
                 self._output.say(text)
         return bool(lost)
+
+    def _merge_timeline(self) -> None:
+        """Make the timeline of a job whose workers could not: one has died, or others came."""
+        path = config().timeline
+        if path in ("", "DYNAMIC"):
+            return
+        from kvstore_hvd import timeline  # here, for a quick start
+
+        try:
+            text, parts = timeline.merge(os.path.abspath(path), self._begun_ns)
+            for part in parts:
+                os.unlink(part)
+        except (OSError, ValueError) as error:
+            text = f"the timeline cannot be made of its parts: {error}"
+        for line in text.splitlines():
+            self._output.say(line)
 
     # -- The end --------------------------------------------------------------------------------------------------
 

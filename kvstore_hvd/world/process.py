@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import logging
 import os
 import socket
 import threading
@@ -223,6 +222,8 @@ class Process:
         self._set_joins = 0
         for each in self.sets:
             self._join_set(each, world)
+        if self.control is not None and topology.generation > 0 and config().timeline not in ("", "DYNAMIC"):
+            self._recorder.follow(self._member.others(), topology)
         self._record(self._members)
         if self.control is not None:
             self.control.joined(world)
@@ -359,9 +360,7 @@ class Process:
         if path in ("", "DYNAMIC") or self._recorder.is_recording:
             return
         if self._member.is_waiting:
-            text = "the timeline holds the workers that began with the job: this one, which came later, is not in it"
-            log.once("timeline-newcomer", logging.WARNING, text)
-            return
+            return  # it records from its first world on, see `_join`
         try:
             self.start_timeline(path, config().timeline_mark_cycles)
         except BaseException:

@@ -1,7 +1,8 @@
 """Records this worker's operations, and makes one file of all workers' parts when the last part is complete.
 
 No worker waits for another: each writes the last line of its part, and the worker that then finds all parts complete
-makes the timeline. After the death of a worker the parts stay, for ``python -m kvstore_hvd.timeline merge``.
+makes the timeline. After the death of a worker the parts stay: kvhvdrun makes the timeline at the end of the job, as it
+does of an elastic job; else ``python -m kvstore_hvd.timeline merge``.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kvstore_hvd import log, native
+from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError, message
 from kvstore_hvd.timeline import Header, PartWriter, has_ended, part_path, write_trace
 from kvstore_hvd.world.topology import Place, clock_ahead, exchange
@@ -79,6 +81,29 @@ class Recorder:
             raise
         if topology.size == 1:
             log.once("timeline-alone", logging.WARNING, "the timeline will be empty: there is only one worker")
+        assert part is not None
+        self._begin(target, header, part)
+
+    def follow(self, engine: native.Engine | None, topology: Place) -> None:
+        """Have workers that came to an elastic job record like the others; collective, in each later world of it."""
+        own = [self._target, self._header.session, self._header.mark_cycles] if self.is_recording else []
+        ahead_ns = self._header.ahead_ns if self.is_recording else 0
+        told = list(map(json.loads, exchange(engine, topology, "timeline/follow", json.dumps([*own, ahead_ns]))))
+        if len(told[0]) == 1 or all(len(each) > 1 for each in told):  # rank 0 has been in the world before
+            return
+        ahead_of_first_ns, error_ns = clock_ahead(engine, topology, "timeline/clock")
+        if own:
+            return
+        target, session, mark, ahead_ns = told[0]
+        who = session, topology.rank, topology.size, topology.host, os.getpid(), mark
+        times = {"ahead_ns": ahead_ns + ahead_of_first_ns, "error_ns": error_ns}
+        header = Header(*who, **times, generation=topology.generation)
+        try:
+            self._begin(target, header, PartWriter(target, header))
+        except OSError as failure:
+            log.logger.warning("the timeline lacks this worker: '%s': %s", failure.filename or target, failure.strerror)
+
+    def _begin(self, target: str, header: Header, part: PartWriter) -> None:
         self._target, self._header, self._part, self._fault = target, header, part, ""
         self._ended.clear()
         self._thread = threading.Thread(target=self._run, name="kvstore_hvd-timeline", daemon=True)
@@ -156,6 +181,8 @@ class Recorder:
             self._engines = {}
 
     def _merge_if_last(self) -> None:
+        if config().worker is not None:
+            return  # of an elastic job: others may come
         parts = [part_path(self._target, rank) for rank in range(self._header.size)]
 
         def are_complete() -> bool:

@@ -1,11 +1,8 @@
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
-from support.jobs import LIMIT_S, variables_of
 from support.timeline import Trace, parts_of
 
 TRAIN = """
@@ -60,20 +57,34 @@ def test_a_path_that_cannot_be_written_ends_the_job(run, ranks, variable):
 @pytest.mark.alike
 @pytest.mark.parametrize(("fault", "code"), [("os.kill(os.getpid(), 9)", 137), ("raise ValueError('test')", 1)])
 def test_a_job_that_ends_badly_leaves_what_it_has_recorded(run, tmp_path, fault, code):
-    """One file if all ranks have ended by themselves, else parts that can be merged, and stay."""
+    """One file; the launcher makes it where a rank was killed."""
     target = tmp_path / "timeline.json"
     variables = {"KVHVD_TIMELINE": target.name, "KVHVD_SURVIVOR_TIME": "30"}
-    run("-np 2", SUM.format(fault=fault), code=code, **variables)
-    parts = [f"{target.name}.rank-{rank}.part" for rank in range(2)] if code == 137 else []
-    assert parts_of(target) == parts
-    if parts:
-        assert not target.exists()
-        command = [sys.executable, "-m", "kvstore_hvd.timeline", "merge", str(target)]
-        done = subprocess.run(command, env=variables_of(), capture_output=True, text=True, timeout=LIMIT_S)
-        assert "did not end in good order: rank 1" in done.stdout, done
-        assert parts_of(target) == parts
+    job = run("-np 2", SUM.format(fault=fault), code=code, **variables)
+    assert parts_of(target) == []
+    unfinished = [1] if code == 137 else []
+    assert ("did not end in good order: rank 1" in job.err) == bool(unfinished), job.describe()
     trace = Trace(target)
-    assert (trace.ranks(), trace.about["unfinished_ranks"]) == ([0, 1], [1] if parts else [])
+    assert (trace.ranks(), trace.about["unfinished_ranks"]) == ([0, 1], unfinished)
     for rank in range(2):
         (name,) = (name for name in trace.names(rank) if "x" in name)
         assert [span["name"] for span in trace.row(rank, name)][:2] == ["NEGOTIATE_ALLREDUCE", "ALLREDUCE"]
+
+
+def test_an_elastic_job_leaves_one_file_of_all_generations(start, tmp_path):
+    """A worker that was killed, and the one that replaced it, have a row each."""
+    target = tmp_path / "timeline.json"
+    job = start("-np 2 --min-np 2 -H localhost:2", KVHVD_TIMELINE=target.name)
+    job.until_joined()
+    job.until(lambda: (tmp_path / "timeline.json.rank-1.part").read_text().count("finish") > 5, "records")
+    job.kill(1)
+    job.until_joined(after=0)
+    job.until(lambda: list(tmp_path.glob("timeline.json.rank-1-1.part")), "the newcomer's part")
+    job.until(lambda: (tmp_path / "timeline.json.rank-1-1.part").read_text().count("finish") > 5, "its records")
+    job.go("finish").end()
+    assert parts_of(target) == []
+    trace = Trace(target)
+    (newcomer,) = set(trace.ranks()) - {0, 1}
+    assert trace.about["unfinished_ranks"] == [1]
+    begins = {who: min(span["ts"] for span in spans) for (who, _), spans in trace.rows().items()}
+    assert begins[1] < begins[newcomer]
