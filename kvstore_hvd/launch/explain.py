@@ -200,6 +200,8 @@ def _advice(story: Story, pending: Sequence[Pending]) -> str:
         return "have all workers submit the same operations, and those that they wait for in the same order"
     if missing:
         return f"see why {rank_list(missing)} did not come: its line above, or `kvhvdrun stacks` while the job runs"
+    if any(worker.operations is None for worker in story.workers.values()):
+        return "explain it together with the files of the other hosts"
     return "see `kvhvdrun stacks` while the job runs: all workers have submitted it, and one stays inside"
 
 

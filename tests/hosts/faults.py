@@ -49,7 +49,7 @@ def cause(network: Network, mpi: Launcher, event: str) -> Outcome:
     for path in network.folder.glob("rank?"):
         path.unlink()
     program = Path(__file__).with_name("program.py")
-    limits = {"KVHVD_LINK_TIMEOUT": str(SILENCE_S), "KVHVD_TIMEOUT": str(TIMEOUT_S)}
+    limits = {"KVHVD_LINK_TIMEOUT": str(SILENCE_S), "KVHVD_TIMEOUT": str(TIMEOUT_S), "KVHVD_FAILURE_FILE": "lost.json"}
     job = network.mpirun(mpi, [2, 2], "-W", "ignore", program, 100, **limits)
     try:
         pids = _running(network, job)
