@@ -53,7 +53,7 @@ COMPILE := KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --i
 CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-TARGETS := dev demo test test-all soak fuzz faults docs wheels image lint format native-test native-aarch64 tsan tsan-quick asan-quick \
+TARGETS := dev demo test test-all soak fuzz proof faults docs wheels image lint format native-test native-aarch64 tsan tsan-quick asan-quick \
            asan bench clean distclean
 .PHONY: help venv $(TARGETS)
 
@@ -101,6 +101,10 @@ soak: dev
 fuzz: dev
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m fuzz parallel/test_fuzz.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz.py
+
+# Searches of all that can happen, with more faults than those of `make test`: up to an hour.
+proof: dev
+	cd tests && $(abspath $(BIN))/python -m pytest -q -s -m slow proof
 
 # Planted faults: whether the tests notice what a user would, see tests/faults/README.md.
 faults: dev $(VENV)/.native

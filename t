@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 VENVS = sorted(each for each in ROOT.glob(".venv-py*-mx*/.installed") if not each.parent.name.endswith("-demo"))
-KINDS = ("unit", "parallel", "integration", "hosts")
+KINDS = ("unit", "parallel", "integration", "hosts", "proof")
 # Folder of the package or of native/ -> parts of the names of its tests, beside tests/unit/FOLDER.
 TESTS = {
     "__main__": "unit/test_main",
@@ -29,7 +29,7 @@ TESTS = {
     "horovod": "parallel/hvd_basics integration/unchanged_scripts",
     "join": "parallel/join parallel/hvd_join",
     "launch": "integration/launcher integration/elastic_launcher integration/daemon integration/run_function "
-    "integration/mpirun",
+    "integration/mpirun proof/launcher",
     "log": "unit/test_config",
     "mxnet": "parallel/hvd parallel/fuzz",
     "mxnet_compat": "parallel/trainer parallel/zero_copy parallel/self_reducing parallel/trainings parallel/devices "

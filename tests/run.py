@@ -1,9 +1,10 @@
 """The test suite, as `make test` runs it: python tests/run.py [--quick | --all | --timing] [STEP...] [-- ARGUMENT...]
 
 Steps: unit (pytest), parallel (3 workers; tests marked `sizes` also alone, and over virtual hosts, by TCP and by MPI),
-integration and hosts (pytest; the tests start jobs of their own, and mostly wait). Steps run side by side. The last
-line is the total, ``N passed, N failed``. A parallel test counts once for each number of workers, and has failed when
-it failed, or was not run, on any. What every rank printed stays in the folder given by ``--out``.
+integration and hosts (pytest; the tests start jobs of their own, and mostly wait), proof (pytest: exhaustive searches).
+Steps run side by side. The last line is the total, ``N passed, N failed``. A parallel test counts once for each number
+of workers, and has failed when it failed, or was not run, on any. What every rank printed stays in the folder given by
+``--out``.
 """
 
 import argparse
@@ -58,6 +59,7 @@ class Step:
 
 # Chains of steps run at the same time; tests of hosts mostly wait.
 UNIT, INTEGRATION, HOSTS = Step("unit", lanes=2), Step("integration", lanes=6), Step("hosts")
+PROOF = Step("proof")
 SUITE = [
     [
         # With 2 workers, some sums over all ranks equal those over this one's neighbour.
@@ -67,7 +69,7 @@ SUITE = [
         Step("parallel", f"sizes and {UNIT.marks}", "mpirun", 4, hosts="2"),
     ],
     [UNIT, INTEGRATION],
-    [HOSTS],
+    [HOSTS, PROOF],
 ]
 # In the environment of the other MXNet and the other MPI.
 QUICK_MARKS = f"not alike and {UNIT.marks}"
@@ -88,6 +90,7 @@ ALL = [
         Step("integration", "not timing", lanes=2),
         Step("integration", "timing"),
         HOSTS,
+        PROOF,
     ]
 ]
 TIMING = [[Step("integration", "timing and not slow")]]
@@ -193,7 +196,7 @@ def run_all(chains: list[list[Step]], options: argparse.Namespace) -> int:
 
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", metavar="STEP", help="unit, parallel, integration or hosts (default: all)")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help="one of unit, parallel, integration, hosts, proof")
     kind = parser.add_mutually_exclusive_group()
     suites = {"quick": (QUICK, "what differs with the version of MXNet and the MPI")}
     suites |= {"all": (ALL, "also what takes minutes"), "timing": (TIMING, "what measures time, alone")}
@@ -204,7 +207,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("build/tests"), help="folder of logs (default: build/tests)")
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     options = parser.parse_args(arguments[:cut])
-    if unknown := set(options.steps) - {"unit", "parallel", "integration", "hosts"}:
+    if unknown := set(options.steps) - {"unit", "parallel", "integration", "hosts", "proof"}:
         parser.error(f"no such step: {', '.join(unknown)}")
     options.pytest, options.out = arguments[cut + 1 :], options.out.resolve()
     return options

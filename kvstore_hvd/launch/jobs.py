@@ -370,6 +370,7 @@ class Job:
         generation = self.generation
         generation.kill_at = min(generation.kill_at, now + _OTHERS_S.get(cause, self._settings.timeout_s))
         generation.waits_since = min(generation.waits_since, now)
+        self.wake_at = min(self.wake_at, generation.kill_at)
 
     # -- Decisions about workers ----------------------------------------------------------------------------------
 

@@ -1,6 +1,5 @@
-"""Random histories of elastic jobs: whatever happens in whatever order, the decisions keep their promises. Workers are
-played with their own knowledge only: what they are told lies in an inbox until they look, and what they say lies in an
-outbox until the launcher hears it, so that words cross on the way."""
+"""Random histories of elastic jobs: whatever happens in whatever order, the decisions keep their promises. What workers
+are told lies in an inbox until they look, so that messages cross on the way."""
 
 import random
 import signal
@@ -8,9 +7,9 @@ from collections import deque
 
 import pytest
 
-from kvstore_hvd.base.channel import TO_WORKER, take
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.state import End, Kill, Note, Settings, Start, Tell
+from support.elastic_workers import Worker, check, message_of, steps, told
 
 pytestmark = pytest.mark.alike
 
@@ -22,74 +21,37 @@ class Actor:
     def __init__(self, number, slot, rng):
         self.number, self.slot, self.rng = number, slot, rng
         self.identity = rng.choice(("x", "x", "y"))
-        self.inbox, self.outbox = deque(), deque()  # messages; then perhaps an exit code
-        self.code = None
-        self.entered = self.placed = self.waiting = self.meeting = self.training = self.synced = self.stopped = False
-        self.asked = 0  # to come to a commit
+        self.worker, self.inbox = Worker(), deque()
+        self.stopped = False
         self.unreached = []  # ranks of its world on a host that its own does not reach
         self.generation = -1
 
-    def say(self, kind, **fields):
-        self.outbox.append({"t": kind, **fields})
-
-    def wait(self, cause):
-        self.training, self.waiting, self.asked = False, True, 0
-        cause = "start" if self.generation < 0 else cause
-        unreached = self.unreached if cause == "meeting" else []
-        self.say("ready", generation=self.generation, cause=cause, text="", unreached=unreached)
+    @property
+    def runs(self):
+        return self.worker.phase != "gone"
 
     def exit(self, code):
-        if self.code is None:
-            self.code = code
-            self.training = self.waiting = False
-            self.outbox.append(code)
+        self.worker = self.worker.ends(code)
 
-    def look(self):
-        message = self.inbox.popleft()
-        kind = message["t"]
+    def look(self, kind, message):
         if kind == "world":
-            assert self.waiting, "a world for a worker that does not wait"
-            self.generation, self.waiting, self.meeting = message["generation"], False, True
-        elif kind == "rank":
-            assert self.waiting, "a place for a worker that does not ask for one"
-            self.waiting, self.placed = False, True
-        elif kind == "lost":
-            if message["generation"] == self.generation and (self.training or self.meeting):
-                self.meeting = False
-                self.wait("lost" if self.training else "meeting")
-        elif kind == "updated":
-            self.asked = message["number"]
-        elif kind == "leave":
-            self.exit(0)
-        elif kind == "fail":
-            self.exit(1)
+            self.generation = message["generation"]
+        if kind != "lost" or message["generation"] == self.generation:
+            self.worker = self.rng.choice(told(self.worker, kind))
 
     def go_on(self, well):
-        rng = self.rng
-        if not self.entered:
-            self.entered = self.waiting = True  # for the first world, or a place
-            self.say("enter", host=["name", self.identity], pid=1, addresses=[], ranks=[])
-        elif self.placed:
-            self.placed = False
-            self.wait("start")
-        elif self.meeting:
-            self.meeting = False
-            if not well and (self.unreached or rng.random() < 0.05):
-                self.wait("meeting")
-            else:
-                self.training = True
-                self.say("joined", generation=self.generation)
-        elif self.training:
-            if not self.synced and rng.random() < 0.5:
-                self.synced = True
-                self.say("synced", generation=self.generation)
-            elif self.asked:
-                self.wait("updated")
-            elif not well and rng.random() < 0.05:
-                self.wait(rng.choice(("lost", "timeout", "reset")))
-            elif rng.random() < (0.3 if well else 0.01):
-                self.say("finished")
-                self.exit(0)
+        rng, worker = self.rng, self.worker
+        if not well and worker.phase == "meeting" and (self.unreached or rng.random() < 0.05):
+            self.worker = worker.waits("meeting")
+        elif not well and worker.phase == "training" and rng.random() < 0.03:
+            self.worker = worker.waits(rng.choice(("lost", "timeout", "reset")))
+        else:
+            odds = {"sync": 0.5, "finish": 0.3 if well else 0.01}
+            able = [after for step, after in steps(worker).items() if rng.random() < odds.get(step, 1.0)]
+            self.worker = rng.choice(able or [worker])
+
+    def message(self, word):
+        return message_of(word, self.number, self.generation, self.identity, self.unreached)
 
 
 class History:
@@ -107,115 +69,49 @@ class History:
         )
         self.actors, self.leaving = {}, set()
         self.discovered = {}
-        self.generations = []
-        self.worlds = {}  # of the generation that is being given out
-        self.known_dead, self.synced, self.dismissed, self.kinds = set(), set(), set(), set()
-        self.has_state = False  # all members of a world have got it, or a worker has finished
-        self.gone_well = False
+        self.known_dead, self.kinds = set(), set()
         self.apart = rng.choice((set(), {"a", "b"}, {"b", "c"}))  # hosts that do not reach each other
         self.ending = None
         self.job = Job(self.settings, self.now, lambda worker: ())
+        self.generation = self.job.generation
         self.apply()
 
     def apply(self):
         self.known_dead |= {worker.id for worker in self.job.workers.values() if worker.lost}  # or never started
-        for action in self.job.take():
-            assert self.ending is None or isinstance(action, Note), "something is done after the end"
-            self.check(action)
-
-    def check(self, action):
-        if isinstance(action, Start):
-            self.check_start(action)
-        elif isinstance(action, Tell):
-            assert action.worker not in self.known_dead, "words to a dead worker"
-            assert take(action.message, TO_WORKER) == action.message
-            self.kinds.add(action.message["t"])
-            if action.message["t"] == "world":
-                self.worlds[action.worker] = action.message
-            elif action.message["t"] == "leave":
-                self.dismissed.add(action.worker)
-            elif action.message["t"] == "lost":
-                assert action.message["generation"] == len(self.generations) - 1
-            self.actors[action.worker].inbox.append(action.message)
-        elif isinstance(action, Kill):
-            if action.number == signal.SIGTERM:
-                self.dismissed.add(action.worker)
-            if action.number == signal.SIGKILL or self.rng.random() < 0.5:
+        actions = self.job.take()
+        assert self.ending is None or all(isinstance(each, Note) for each in actions), "something is done after the end"
+        check(self.job, self.generation, actions, self.hosts, self.settings)
+        for action in actions:
+            if isinstance(action, Start):
+                assert action.worker == len(self.actors), "a number is used twice"
+                self.actors[action.worker] = Actor(action.worker, action.slot, self.rng)
+            elif isinstance(action, Tell):
+                assert action.worker not in self.known_dead, "words to a dead worker"
+                self.kinds.add(action.message["t"])
+                self.actors[action.worker].inbox.append(action.message)
+            elif isinstance(action, Kill) and action.number == signal.SIGKILL:
                 self.actors[action.worker].exit(-action.number)
-        elif isinstance(action, End):
-            self.ending = action
-        elif action.event == "generation_ready":
-            self.check_generation(action.fields)
-        else:
-            self.kinds.add(action.event)
-
-    def check_start(self, action):
-        slot = action.slot
-        assert action.worker == len(self.actors), "a number is used twice"
-        assert slot.index < self.hosts.get(slot.host, 0), "no such slot"
-        held = [a for a in self.actors.values() if a.number not in self.known_dead]
-        assert all(actor.slot != slot for actor in held), "two workers on a slot"
-        counted = [a for a in held if a.slot.index < self.hosts.get(a.slot.host, 0) and a.number not in self.dismissed]
-        assert len(counted) < self.settings.max_np, "more than --max-np"
-        assert not self.gone_well, "a worker is started after a success"
-        self.actors[action.worker] = Actor(action.worker, slot, self.rng)
-
-    def check_generation(self, fields):
-        number, members = fields["generation"], fields["workers"]
-        assert number == len(self.generations), "a number of a generation is used twice, or left out"
-        assert len(set(members)) == len(members)
-        assert sorted(self.worlds) == sorted(members)
-        size = len(members)
-        for rank, member in enumerate(members):
-            world = self.worlds[member]
-            assert (world["generation"], world["rank"], world["size"]) == (number, rank, len(world["hosts"]))
-            assert (world["size"], member in self.known_dead, member in self.dismissed) == (size, False, False)
-        self.worlds.clear()
-        of_members = [self.actors[member] for member in members]
-        for actor in of_members:
-            hosts = [{actor.slot.host, other.slot.host} for other in of_members]
-            actor.unreached = [rank for rank, pair in enumerate(hosts) if pair == self.apart]
-        assert size <= self.settings.max_np
-        somebody_finished = any(worker.finished for worker in self.job.workers.values())
-        assert self.gone_well or size >= self.settings.min_np or somebody_finished, "below --min-np"
-        before = self.generations[-1] if self.generations else []
-        old = [member for member in members if member in before]
-        assert not before or (old and members[0] in old), "rank 0 is new"
-        machines = [self.actors[member].identity for member in members]
-        runs = [m for position, m in enumerate(machines) if position == 0 or machines[position - 1] != m]
-        assert len(runs) == len(set(runs)), "workers of one machine are torn apart"
-        having = [member for member in members if member in self.synced]
-        assert not having or members[0] == having[0], "rank 0 has not the state"
-        assert having or not (self.synced and self.has_state), "nobody has the state"
-        groups = {}
-        for member in old:
-            groups.setdefault((member in having, self.actors[member].identity), set()).add(member)
-        alike = len({has_state for has_state, _ in groups}) == 1
-        for same in (*groups.values(), *([set(old)] if alike else [])):
-            kept = [member for member in members if member in same]
-            assert kept == [member for member in before if member in same], "the order has changed"
-        for machine in set(machines):
-            news = [member in old for member in members if self.actors[member].identity == machine]
-            assert news == sorted(news, reverse=True), "a newcomer comes before an old worker of its machine"
-            same = [rank for rank, other in enumerate(machines) if other == machine]
-            same.sort(key=lambda rank: self.job.slots.order(of_members[rank].slot))
-            assert [world["local_ranks"][rank] for rank in same] == list(range(len(same))), "not in the order of slots"
-        self.generations.append(members)
-        self.kinds.add("generation")
+            elif isinstance(action, Kill):
+                self.actors[action.worker].look("SIGTERM", {})
+            elif isinstance(action, End):
+                self.ending = action
+            else:
+                self.kinds.add(action.event)
+        if self.job.generation is not self.generation:
+            self.generation = self.job.generation
+            members = [self.actors[member.id] for member in self.generation.members]
+            for actor in members:
+                pairs = [{actor.slot.host, other.slot.host} for other in members]
+                actor.unreached = [rank for rank, pair in enumerate(pairs) if pair == self.apart]
 
     def hear(self, actor):
-        word = actor.outbox.popleft()
+        word, *rest = actor.worker.words
+        actor.worker = actor.worker._replace(words=tuple(rest))
         if isinstance(word, int):
             self.known_dead.add(actor.number)
-            if word == 0 and actor.number not in self.dismissed:
-                self.gone_well = True
             self.job.exited(actor.number, word, self.now)
         else:
-            self.job.heard(actor.number, word, self.now)
-            self.synced = {worker.id for worker in self.job.workers.values() if worker.synced}
-            generation, finished = self.job.generation, any(worker.finished for worker in self.job.workers.values())
-            has_all = generation.begun and {member.id for member in generation.members} <= generation.synced
-            self.has_state |= finished or has_all
+            self.job.heard(actor.number, actor.message(word), self.now)
         self.apply()
 
     def pass_time(self, seconds):
@@ -246,19 +142,18 @@ class History:
         self.leaving.discard(host)
         for actor in self.actors.values():
             if actor.slot.host == host:
-                actor.exit(-9)
+                actor.worker = Worker("gone")
                 self.known_dead.add(actor.number)
-                actor.outbox.clear()
         self.job.host_lost(host, "a storm", self.now)
         self.apply()
 
     def notice_stopped(self):
         """Operations with a stopped worker time out. When all are stopped there is nobody to notice it."""
-        living = [a for a in self.actors.values() if a.code is None and a.training]
+        living = [actor for actor in self.actors.values() if actor.worker.phase == "training"]
         stopped = {actor.generation for actor in living if actor.stopped}
         for actor in living:
             if actor.generation in stopped and not actor.stopped:
-                actor.wait("timeout")
+                actor.worker = actor.worker.waits("timeout")
         if living and all(actor.stopped for actor in living):
             living[0].stopped = False
 
@@ -280,12 +175,13 @@ class History:
                 actor.exit(rng.choice((1, -9, -11)))
             elif not well and rng.random() < 0.01:
                 actor.stopped = True
-            elif actor.outbox and (actor.stopped or actor.code is not None or rng.random() < 0.6):
+            elif actor.worker.words and (actor.stopped or not actor.runs or rng.random() < 0.6):
                 self.hear(actor)
-            elif actor.stopped or actor.code is not None:
+            elif actor.stopped or not actor.runs:
                 return
             elif actor.inbox and rng.random() < 0.7:
-                actor.look()
+                message = actor.inbox.popleft()
+                actor.look(message["t"], message)
             else:
                 actor.go_on(well)
         else:

@@ -1,0 +1,397 @@
+"""All histories of an elastic job within bounds: the real `Job`, and workers that know only what they were told.
+
+A state is a job, its workers, and how many faults may still happen. Each move is an event of the job: a word of a
+worker is heard, time passes until the next deadline, or a fault happens. Workers take no moves of their own, because
+their steps touch nothing else. A step is taken when the job hears of it; or before something reaches the worker: a
+message, a signal, or the end of another member of its world. So messages cross on the way in each possible manner.
+
+Jobs that decide alike are one: see `Jobs.key`. An event of a job is played once, whatever the workers know.
+"""
+
+import contextlib
+import functools
+import math
+import pickle
+import signal
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple, Optional
+
+from kvstore_hvd.launch import jobs, state
+from kvstore_hvd.launch.hosts import Slot
+from kvstore_hvd.launch.jobs import Job
+from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, Tell
+from proof.search import Result, State, search
+from support.elastic_workers import Worker, check, message_of, runs, steps, told
+
+HOSTS = {"a": 2, "b": 1}
+# Times are chosen so that few of them differ.
+SETTINGS = Settings(
+    job="proof",
+    min_np=2,
+    max_np=3,
+    elastic_timeout_s=40.0,
+    timeout_s=20.0,
+    start_timeout_s=2.0,
+    survivor_time_s=10.0,
+    exit_timeout_s=10.0,
+    kill_grace_s=5.0,
+    cooldown=(0.0, 0.0),
+)
+# Kinds of faults. "late": time passes although a worker could do something, or says what has not been heard.
+KINDS = ("crash", "host lost", "notice", "timeout", "late")
+LIMIT = 20_000_000  # states: memory of about 3 GB
+
+Workers = tuple[Optional[Worker], ...]  # in the order of `Node.ids`; None: the job knows of its end
+
+
+class Bounds(NamedTuple):
+    """So many faults of these kinds may happen."""
+
+    faults: int
+    kinds: tuple[str, ...] = KINDS
+    cooldown_s: float = 0.0  # without a worker in a slot after repeated crashes
+
+    def __str__(self) -> str:
+        cooldown = f", cooldown {self.cooldown_s:g} s" if self.cooldown_s else ""
+        return f"{self.faults} of {'/'.join(self.kinds)}{cooldown}"
+
+
+class Node(NamedTuple):
+    """A job; equal ones are one node. Workers are named by their position in `ids`."""
+
+    job: bytes  # pickled
+    now: float
+    ids: tuple[int, ...]
+    worlds: tuple[int, ...]  # generation of each, -1 without one
+    hosts: tuple[str, ...]  # of each
+    has_deadline: bool
+    leaving: tuple[str, ...]  # hosts
+    end: Optional[End]
+    bereft: tuple[int, ...]  # those that could go on when a job ends because nobody has its state
+
+
+class Step(NamedTuple):
+    """What an event does: the next job, where its workers were before (None: new or ended), and what they are told."""
+
+    node: int
+    before: tuple[Optional[int], ...]
+    started: tuple[int, ...]
+    told: tuple[tuple[int, str], ...]
+
+
+def no_lines(_: int) -> tuple[str, ...]:
+    return ()
+
+
+class Jobs:
+    """The jobs that have been reached, and what events do with them."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.nodes: list[Node] = []
+        self._numbers: dict[Any, int] = {}
+        self._steps: dict[tuple[int, Any], Step] = {}
+        self._deadlines: list[float] = []
+        job = Job(settings, 0.0, no_lines)
+        before = job.generation
+        job.hosts(HOSTS, 0.0)
+        self.root = self._next(job, before, 0.0, ())
+
+    def after(self, number: int, event: tuple[Any, ...]) -> Step:
+        """Play an event: ("hears", worker, word), ("time",), ("host lost", host) or ("notice", host)."""
+        step = self._steps.get((number, event))
+        if step is None:
+            node = self.nodes[number]
+            job, now = pickle.loads(node.job), node.now
+            before = job.generation
+            if event[0] == "time":
+                now = max(now, job.wake_at)
+                job.tick(now)
+                assert job.wake_at > now or job._over, "a deadline that has been acted on stays"
+            elif event[0] == "host lost":
+                job.host_lost(event[1], "a storm", now)
+            elif event[0] == "notice":
+                job.host_leaves(event[1], "a notice", 143, now)
+            else:
+                worker, word = job.workers[node.ids[event[1]]], event[2]
+                if isinstance(word, int):
+                    job.exited(worker.id, word, now)
+                else:
+                    message = message_of(word, worker.id, worker.generation, worker.slot.host)
+                    job.heard(worker.id, message, now)
+            step = self._steps[number, event] = self._next(job, before, now, node.ids)
+        return step
+
+    def _next(self, job: Job, before: Any, now: float, ids: tuple[int, ...]) -> Step:
+        actions: list[Action] = []
+        while new := job.take():
+            actions += new
+            for action in new:
+                if isinstance(action, Start) and not job._over:
+                    job.started(action.worker, 100 + action.worker, now)
+        hosts = {host: count for host, count in HOSTS.items() if host not in job._leaving}
+        check(job, before, actions, hosts, self._settings)
+        number, kept = self._number(job, now, next((each for each in actions if isinstance(each, End)), None))
+        names = {worker: name for name, worker in enumerate(kept)}
+        known = {worker: name for name, worker in enumerate(ids)}
+        said = [(names[each.worker], each.message["t"]) for each in actions if isinstance(each, Tell)]
+        signals = [each for each in actions if isinstance(each, Kill) and each.worker in names]
+        said += [(names[each.worker], signal.Signals(each.number).name) for each in signals]
+        starts = tuple(names[each.worker] for each in actions if isinstance(each, Start) and each.worker in names)
+        was = tuple(known.get(worker) if job.workers[worker].code is None else None for worker in kept)
+        return Step(number, was, starts, tuple(said))
+
+    def _number(self, job: Job, now: float, end: Optional[End]) -> tuple[int, list[int]]:
+        key, kept = self.key(job, now)
+        is_lost = end is not None and end.reason.startswith("no worker of generation")
+        key = key, is_lost
+        ids = [worker.id for worker in kept]
+        wait_s = round(job.wake_at - now, 3)
+        number = self._numbers.setdefault(key, len(self.nodes))
+        if number == len(self.nodes):
+            worlds = tuple(worker.generation if worker.code is None else -1 for worker in kept)
+            hosts = tuple(worker.slot.host for worker in kept)
+            has_deadline = job.wake_at < math.inf
+            blob = pickle.dumps(job, pickle.HIGHEST_PROTOCOL)
+            leaving = tuple(job._leaving)
+            bereft = tuple(name for name, worker in enumerate(kept) if is_lost and worker.taking_part)
+            self.nodes.append(Node(blob, now, tuple(ids), worlds, hosts, has_deadline, leaving, end, bereft))
+            self._deadlines.append(wait_s)
+            if end is not None:
+                _check_end(pickle.loads(blob), now)
+        assert job._over or self._deadlines[number] == wait_s, "jobs that are taken for alike wait for different times"
+        return number, ids
+
+    def key(self, job: Job, now: float) -> tuple[Any, list[Any]]:
+        """What a job decides by, and its workers in an order: alike for jobs that do the same from here on.
+
+        Times are relative to now. Slots of a host are numbered as they appear. Left out are numbers that only grow and
+        are only told, and counts that end a job after more faults than are played.
+        """
+        generation = job.generation
+        others = [worker for worker in job.running if worker not in generation.members]
+        coming = [worker for worker in others if worker.taking_part]  # in the order of their ages
+        if not generation.begun:
+            coming.sort(key=lambda worker: worker.slot)
+        going = sorted((worker for worker in others if not worker.taking_part), key=lambda each: (each.slot, each.id))
+        kept = [*generation.members, *coming, *going]
+        names = {worker.id: name for name, worker in enumerate(kept)}
+        usable = {where: at for where, at in job.slots._usable_from.items() if at > now}
+        crashed = {where for where, count in job.slots._crashes.items() if count and self._settings.cooldown[1]}
+        labels: dict[Slot, tuple[str, int]] = {}
+        free = sorted(job.slots, key=lambda slot: (usable.get(slot, 0.0), slot in crashed))
+        for slot in dict.fromkeys([*(worker.slot for worker in kept), *free]):
+            labels[slot] = slot.host, sum(host == slot.host for host, _ in labels.values())
+
+        def label(where: Any) -> tuple[str, int]:
+            return (where, -1) if isinstance(where, str) else labels.get(where, (where.host, 100 + where.index))
+
+        def until(at: float) -> float:
+            return max(round(at - now, 3), 0.0)
+
+        def of(worker: Any) -> tuple[Any, ...]:
+            place = labels[worker.slot], worker.slot in job.slots
+            if worker.code is not None:
+                return (*place, "ended", worker.synced, worker.finished)
+            if worker.killed:
+                return (*place, "killed", worker.synced, worker.leaving, until(worker.act_at))
+            has_entered = worker.entry is not None
+            if worker.leaving:
+                signs = worker.synced, worker.finished, has_entered, worker.told_to_end
+                return (*place, "leaving", *signs, until(worker.act_at))
+            ready_at, took = 0.0, 0.0
+            if generation.begun and worker in coming:
+                limit = SETTINGS.start_timeout_s
+                ready_at = max(round((worker.ready_at if worker.ready else worker.started_at) - now, 3), -limit)
+                took = min(max(worker.ready_at - worker.started_at, jobs._TOGETHER_S), limit) if worker.ready else 0.0
+            return (*place, has_entered, worker.ready, worker.synced, worker.finished, ready_at, took)
+
+        members = {worker.id for worker in generation.members}
+        may_sync = {worker.id for worker in generation.members if worker.code is None} | generation.synced
+        can_all_sync = not job._has_state and members <= may_sync
+        world = (
+            len(members),
+            generation.begun,
+            generation.phase,
+            generation.announced if generation.phase == "training" else 0,
+            until(generation.kill_at),
+            sorted(map(sorted, generation.apart)),
+            sorted(names[each] for each in generation.joined & members) if generation.phase == "meeting" else (),
+            sorted(names[each] for each in generation.synced & members) if can_all_sync else (),
+            can_all_sync,
+        )
+        ended = [worker for worker in job.workers.values() if worker.code is not None]
+        past = (
+            job._succeeded,
+            job._has_state,
+            any(worker.synced for worker in ended),
+            not generation.begun and any(w.code and not w.leaving and not w.lost for w in ended),
+            round(job._short_since - now, 3) if job._short_since < math.inf else None,
+            job._over,
+        )
+        pauses = sorted((label(each), until(at)) for each, at in usable.items())
+        slots = job.slots._hosts, pauses, sorted(map(label, crashed))
+        apart = sorted((sorted(pair), count) for pair, count in job._apart.items())
+        return repr(([of(worker) for worker in kept], world, past, slots, sorted(job._leaving), apart)), kept
+
+
+class Histories:
+    """The states of a search, as numbers: job, workers, and the faults that may still happen."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        # Waits that are only reported, and lives that are long, make no difference here.
+        jobs._REPORT_AFTER_S = jobs._SOON_S = state._LONG_LIFE_S = math.inf
+        self._bounds, self._jobs = bounds, Jobs(SETTINGS._replace(cooldown=(bounds.cooldown_s, bounds.cooldown_s)))
+        self._workers: list[Workers] = []
+        self._numbers: dict[Workers, int] = {}
+        first = self._jobs.root
+        self.root = self._state(first.node, tuple(Worker() for _ in first.started), bounds.faults)
+
+    def _state(self, job: int, workers: Workers, faults: int) -> State:
+        number = self._numbers.setdefault(workers, len(self._workers))
+        if number == len(self._workers):
+            self._workers.append(workers)
+        return job << 32 | number << 4 | faults
+
+    def _parts(self, state: State) -> tuple[int, Workers, int]:
+        return state >> 32, self._workers[state >> 4 & 0xFFFFFFF], state & 0xF
+
+    def is_end(self, state: State) -> bool:
+        return self._jobs.nodes[state >> 32].end is not None
+
+    def show(self, state: State) -> str:
+        job, workers, faults = self._parts(state)
+        ids = self._jobs.nodes[job].ids
+        texts = []
+        for number, worker in zip(ids, workers):
+            signs = [sign for sign in ("synced", "asked", "stuck") if getattr(worker, sign, False)]
+            words = f" (unheard: {', '.join(map(str, worker.words))})" if worker and worker.words else ""
+            texts.append(f"{number} {', '.join((worker.phase if worker else 'ended', *signs))}{words}")
+        end = self._jobs.nodes[job].end
+        return f"| {' | '.join(texts)} | {faults} faults left" + (f" | end: {end.code} {end.reason}" if end else "")
+
+    def moves(self, state: State) -> Iterator[tuple[str, State]]:
+        job, workers, faults = self._parts(state)
+        node = self._jobs.nodes[job]
+        allowed, is_busy = self._bounds.kinds if faults else (), False
+        for name, worker in enumerate(workers):
+            if worker is None:
+                continue
+            for said in (worker,) if worker.words else steps(worker).values():
+                is_busy, word = True, said.words[0]
+                heard = _with(workers, name, said._replace(words=said.words[1:]))
+                for after in self._after(job, ("hears", name, word), heard):
+                    yield f"hears {node.ids[name]}: {word}", self._state(*after, faults)
+            if worker.phase != "gone":
+                for kind, become in (("crash", _crashes), ("timeout", _times_out)):
+                    for other in become(worker) if kind in allowed else ():
+                        for after in _break(node, _with(workers, name, other), [name]):
+                            yield f"{kind} of {node.ids[name]}", self._state(job, after, faults - 1)
+        if node.has_deadline and (not is_busy or "late" in allowed):
+            for after in self._after(job, ("time",), workers):
+                yield "time passes", self._state(*after, faults - is_busy)
+        for host in HOSTS:
+            is_leaving, there = host in node.leaving, [name for name, each in enumerate(node.hosts) if each == host]
+            if is_leaving or (there and "host lost" in allowed):
+                lost = [name for name in there if (worker := workers[name]) is not None and worker.phase != "gone"]
+                for left in _break(node, workers, lost):
+                    for after in self._after(job, ("host lost", host), left):
+                        yield f"host {host} lost", self._state(*after, faults - (not is_leaving))
+            if there and not is_leaving and "notice" in allowed:
+                for after in self._after(job, ("notice", host), workers):
+                    yield f"notice of {host}", self._state(*after, faults - 1)
+
+    def _after(self, job: int, event: tuple[Any, ...], workers: Workers) -> Iterable[tuple[int, Workers]]:
+        """The job after an event, with each of the workers' possible states."""
+        try:
+            return self._next(job, event, workers)
+        except AssertionError as error:
+            raise AssertionError(f"{' '.join(map(str, event))}: {str(error).splitlines()[0]}") from None
+
+    def _next(self, job: int, event: tuple[Any, ...], workers: Workers) -> Iterable[tuple[int, Workers]]:
+        number, before, started, said = self._jobs.after(job, event)
+        node = self._jobs.nodes[number]
+        after: list[Workers] = [tuple(None if name is None else workers[name] for name in before)]
+        for name in started:
+            after = [_with(after[0], name, Worker())]
+        if node.end is not None:
+            for name in node.bereft:
+                worker = after[0][name]
+                has_it = worker is not None and worker.phase != "gone" and worker.synced
+                assert not has_it, f"the state is lost although worker {node.ids[name]} has it"
+            return [(number, after[0])]
+        for name, kind in said:
+            found: dict[Workers, None] = {}
+            for each in after:
+                if (worker := each[name]) is None:
+                    found[each] = None
+                    continue
+                for other in _told(worker, kind):
+                    now = _with(each, name, other)
+                    has_left = other.phase == "gone" and worker.phase != "gone" and "finished" not in other.words
+                    found.update(dict.fromkeys(_break(node, now, [name]) if has_left else [now]))
+            after = list(found)
+        return [(number, each) for each in after]
+
+
+def _with(workers: Workers, name: int, worker: Worker) -> Workers:
+    return (*workers[:name], worker, *workers[name + 1 :])
+
+
+@functools.cache
+def _told(worker: Worker, kind: str) -> tuple[Worker, ...]:
+    if kind == "SIGKILL":  # nothing but its exit code is heard any more
+        return (Worker("gone", words=worker.words[-1:] if worker.phase == "gone" else (-signal.SIGKILL,)),)
+    return tuple(dict.fromkeys(after for before in runs(worker) for after in told(before, kind)))
+
+
+@functools.cache
+def _crashes(worker: Worker) -> tuple[Worker, ...]:
+    return tuple(before.ends(-signal.SIGKILL) for before in runs(worker) if before.phase != "gone")
+
+
+@functools.cache
+def _times_out(worker: Worker) -> tuple[Worker, ...]:
+    return tuple(
+        before.waits("timeout") if before.phase == "training" else before.loses()
+        for before in runs(worker)
+        if before.in_world
+    )
+
+
+@functools.cache
+def _loses_peer(worker: Worker) -> tuple[Worker, ...]:
+    """What a worker may become whose world loses a member: it notices it, or waits for it without an end."""
+    if not worker.in_world or worker.stuck:
+        return (worker,)
+    found: dict[Worker, None] = {}
+    for before in runs(worker):
+        found.update(dict.fromkeys([before._replace(stuck=True), before.loses()] if before.in_world else [before]))
+    return tuple(found)
+
+
+def _break(node: Node, workers: Workers, lost: Iterable[int]) -> list[Workers]:
+    """What the workers may become after these have left their worlds."""
+    after = [workers]
+    for name in lost:
+        for mate, world in enumerate(node.worlds):
+            if world == node.worlds[name] >= 0 and mate != name:
+                after = [_with(each, mate, now) for each in after if (w := each[mate]) for now in _loses_peer(w)]
+    return after
+
+
+def _check_end(job: Job, now: float) -> None:
+    """Check that a job that has ended does nothing any more."""
+    for worker in list(job.running):
+        for word in ("enter", "synced", "finished", "ready lost"):
+            with contextlib.suppress(ValueError):
+                job.heard(worker.id, message_of(word, worker.id, worker.generation, ""), now)
+        job.exited(worker.id, 1, now)
+    job.hosts({}, now)
+    job.tick(now + 1000.0)
+    assert all(isinstance(action, Note) for action in job.take()), "something is done after the end"
+
+
+def prove(bounds: Bounds, limit: int = LIMIT) -> Result:
+    histories = Histories(bounds)
+    return search(histories.root, histories.moves, histories.is_end, histories.show, limit)
