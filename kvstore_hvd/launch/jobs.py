@@ -15,13 +15,15 @@ import math
 import signal
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from kvstore_hvd.errors import message as text_of
 from kvstore_hvd.errors import rank_list
 from kvstore_hvd.horovod.variables import Ranks
-from kvstore_hvd.launch.hosts import Slot, Slots, machine_of
-from kvstore_hvd.launch.state import EXIT_FAILED, NO_CHANGE, Action, End, Kill, Note, Settings, Start, Tell, Worker
+from kvstore_hvd.launch.hosts import Slot, Slots
+from kvstore_hvd.launch.phases import Generation, Worker
+from kvstore_hvd.launch.ranks import rank_order, ranks_of, world_of
+from kvstore_hvd.launch.state import EXIT_FAILED, NO_CHANGE, Action, End, Kill, Note, Settings, Start, Tell
 
 # Bits of an 'updated' message, as in Horovod's HostUpdateResult.
 _REMOVED, _ADDED = 1, 2
@@ -43,31 +45,6 @@ _TOGETHER_S = 2.0
 _KILL_TAKES_S = 5.0
 _MAX_FAILED_WORLDS = 20  # generations in a row that are lost before all members have the state: they end the job
 _MOST_APART = 3  # meetings in which two hosts have not reached each other, until one of them is left out
-
-
-class Generation:
-    """The members of a world, in the order of ranks, and its progress. Number -1 is the time before the first one."""
-
-    def __init__(self, number: int, members: Sequence[Worker], kill_at: float = math.inf) -> None:
-        self.number, self.members = number, members
-        # A generation whose meeting has failed is lost, too.
-        self.phase: Literal["meeting", "training", "lost"] = "meeting" if members else "lost"
-        self.announced = 0  # changes of the hosts that its members know of
-        self.kill_at = kill_at  # deadline of late members
-        self.waits_since = math.inf  # time from which members wait for late ones
-        self.apart: set[frozenset[str]] = set()  # pairs of hosts that have not reached each other
-        self.joined: set[int] = set()
-        self.joined_at = math.inf  # time at which all had joined
-        self.synced: set[int] = set()  # workers that have the state of the training
-
-    @property
-    def begun(self) -> bool:
-        return self.number >= 0
-
-    @property
-    def left(self) -> list[Worker]:
-        """The members that may be in the next world, in the order of ranks."""
-        return [worker for worker in self.members if worker.taking_part]
 
 
 class Job:
@@ -93,7 +70,7 @@ class Job:
         self._resets = 0  # as `--reset-limit` counts them
         self._counted: set[int] = set()  # changes of the hosts that are in `_resets`
         self._updates = 0
-        self._first_joined_at: float | None = None
+        self._first_joined_at = math.inf
         self._failing: set[int] = set()  # generations in a row in which a newcomer failed soon
         self._failed_worlds = 0  # in a row
         self._failure = ""  # of the last of them
@@ -124,13 +101,11 @@ class Job:
             coming = [each for each in self.workers.values() if each is worker or each in outside]
             if not self.generation.begun:
                 coming.sort(key=lambda each: self.slots.order(each.slot))
-            ranked = _rank_order([*(each for each in self.generation.left if each.slot in self.slots), *coming])
+            ranked = rank_order([*(each for each in self.generation.left if each.slot in self.slots), *coming])
         else:
             ranked = [Worker(rank, slot, 0.0, NO_CHANGE) for rank, slot in enumerate(self.slots)]
             worker = ranked[number]
-        rank, hosts, places = ranked.index(worker), _machines(ranked), self._local_ranks(ranked)
-        column = [other for other, place in enumerate(places) if place == places[rank]]
-        return Ranks(rank, len(hosts), places[rank], hosts.count(hosts[rank]), column.index(rank), len(column))
+        return ranks_of(ranked.index(worker), ranked, self.slots)
 
     # -- Events ---------------------------------------------------------------------------------------------------
 
@@ -203,11 +178,12 @@ class Job:
         elif kind == "joined":
             self._on_joined(worker, message["generation"], now)
         elif kind == "synced":
-            worker.synced, worker.finished = True, False  # finished: of an earlier run()
+            worker.synced = True
+            worker.takes("synced")
             self.generation.synced.add(worker.id)
             self._has_state = self._has_state or self._all_synced
-        elif not worker.finished:  # it says 'finished'
-            worker.finished = self._has_state = True
+        elif worker.takes("finished"):
+            self._has_state = True
             self._note("worker_finished", worker=worker.id)
         self.tick(now)
 
@@ -219,6 +195,7 @@ class Job:
         if not replaces and not are_ranks:
             raise ValueError(f"worker {worker.id} is to meet {rank_list(ranks)}")
         worker.entry = message
+        worker.takes("enter")
         self._note("worker_entered", worker=worker.id)
         if not replaces:
             self._meeting[worker.id] = ranks, now + self._settings.start_timeout_s
@@ -226,29 +203,30 @@ class Job:
             self._tell(worker.id, "leave")
         elif not self.generation.begun:
             # Nobody waits while it prepares: it waits for the first world at once.
-            worker.ready = True
+            worker.takes("ready")
             self._expect(now, "start")
         elif worker not in self.generation.members:
-            others = [newcomer for newcomer in self._outside() if newcomer.ready and newcomer is not worker]
-            ranked = _rank_order([*self.generation.left, *others, worker])
-            self._tell(worker.id, "rank", rank=ranked.index(worker), **self._world(ranked))
+            others = [each for each in self._outside() if each.phase == "ready" and each is not worker]
+            ranked = rank_order([*self.generation.left, *others, worker])
+            self._tell(worker.id, "rank", rank=ranked.index(worker), **world_of(ranked, self.slots))
         else:
             text = f"its workers run one program each, and worker {worker.id} has run one before."
             self._tell(worker.id, "fail", text=text, fix="start each program with a kvhvdrun of its own.")
 
     def _on_ready(self, worker: Worker, message: Mapping[str, Any], now: float) -> None:
-        if worker.ready or worker.leaving or message["generation"] < worker.generation:
+        if message["generation"] < worker.generation:
             return  # sent before the world that it has been given since arrived
         cause, generation, members = message["cause"], self.generation, self.generation.members
         if worker in members and not set(message["unreached"]) <= set(range(len(members))):
             raise ValueError(f"worker {worker.id} has not reached {rank_list(message['unreached'])}")
-        worker.ready, worker.finished = True, False
+        if not worker.takes("ready"):
+            return
         if worker not in members:
             worker.ready_at = now
             self._note("newcomer_ready", worker=worker.id)
             return
-        pairs = {frozenset((worker.slot.host, members[rank].slot.host)) for rank in message["unreached"]}
         # A meeting counts once for two hosts.
+        pairs = {frozenset((worker.slot.host, members[rank].slot.host)) for rank in message["unreached"]}
         self._apart.update(pair for pair in pairs - generation.apart if len(pair) == 2)
         generation.apart |= pairs
         if generation.phase == "meeting" or cause in _LOST:
@@ -259,14 +237,12 @@ class Job:
 
     def _on_joined(self, worker: Worker, number: int, now: float) -> None:
         generation = self.generation
-        if number != generation.number or generation.phase != "meeting":
+        if number == generation.number:
+            generation.joined.add(worker.id)
+        if not generation.joined.issuperset(each.id for each in generation.members) or not generation.takes("joined"):
             return
-        generation.joined.add(worker.id)
-        if not generation.joined.issuperset(member.id for member in generation.members):
-            return
-        generation.phase, generation.joined_at = "training", now
-        generation.kill_at = generation.waits_since = math.inf
-        self._first_joined_at = now if self._first_joined_at is None else self._first_joined_at
+        generation.joined_at, generation.kill_at, generation.waits_since = now, math.inf, math.inf
+        self._first_joined_at = min(self._first_joined_at, now)
         for member in generation.members:
             member.joined_at = now if member.joined_at is None else member.joined_at
         hosts = {member.slot.host for member in generation.members}
@@ -276,19 +252,21 @@ class Job:
     # -- Ends of workers ------------------------------------------------------------------------------------------
 
     def _ended(self, workers: Collection[Worker], code: int, now: float, lost: str = "") -> None:
+        # A finished worker had met the others, even if not all of them have said so yet. If it takes something with it
+        # that they need, they say so.
+        members = [worker for worker in workers if worker in self.generation.members and worker.alive]
+        missed = [worker for worker in members if worker.phase != "finished"]
         for worker in workers:
+            worker.takes("failure" if code else "success")
             worker.code, worker.lines, worker.lost = code, tuple(self._last_lines(worker.id)), lost
             self._ended_workers.append(worker)
             is_news = code and not (worker.leaving or worker.killed or lost)  # else it has been said
             news = f"{worker} {worker.ending}." if is_news else ""
             self._note("worker_exited", news, worker=worker.id, code=code, lines=list(worker.lines))
         for worker in workers:
-            if code != 0 and not worker.leaving and not lost:
+            if worker.phase == "failed" and not lost:
                 self._on_crash(worker, now)
-            # A finished worker had met the others, even if not all of them have said so yet. If it takes something
-            # with it that they need, they say so.
-            is_missed = worker in self.generation.members and not worker.killed and not worker.finished
-            if is_missed and (code != 0 or self.generation.phase == "meeting"):
+            if worker in missed and (code != 0 or self.generation.phase == "meeting"):
                 self._lose("lost", f"{worker} {worker.ending}", now)
 
     def _on_crash(self, worker: Worker, now: float) -> None:
@@ -307,12 +285,12 @@ class Job:
     @property
     def _succeeded(self) -> bool:
         """Whether a worker has ended with 0 by itself."""
-        return any(worker.code == 0 and not worker.leaving for worker in self._ended_workers)
+        return any(worker.phase == "done" for worker in self._ended_workers)
 
     @property
     def _finishing(self) -> bool:
         """Whether a worker is done: no worker starts any more, and the others go on, however few they are."""
-        return self._succeeded or any(worker.finished and worker.alive for worker in self.workers.values())
+        return any(worker.phase in ("done", "finished") for worker in self.workers.values())
 
     def _with_state(self) -> list[Worker]:
         """The workers with the state of the training, also ended ones; none before a whole world has it."""
@@ -330,23 +308,6 @@ class Job:
     def _last_of_slots(self) -> list[Worker]:
         """The last worker of each slot: before the first generation, a replaced worker does not count."""
         return list({worker.slot: worker for worker in self.workers.values()}.values())
-
-    def _world(self, ranked: Sequence[Worker]) -> dict[str, Any]:
-        """The fields of a message about a world."""
-        entries = [worker.entry for worker in ranked if worker.entry]
-        fields = {"hosts": "host", "pids": "pid", "addresses": "addresses"}
-        world = {name: [entry[field] for entry in entries] for name, field in fields.items()}
-        return {"size": len(ranked), **world, "local_ranks": self._local_ranks(ranked)}
-
-    def _local_ranks(self, ranked: Sequence[Worker]) -> list[int]:
-        """The local ranks of workers: on each host in the order of slots."""
-        # A worker in the slot of a lost one gets its local rank, and so its GPU.
-        counts: Counter[str] = Counter()
-        found: dict[int, int] = {}
-        for worker, host in sorted(zip(ranked, _machines(ranked)), key=lambda each: self.slots.order(each[0].slot)):
-            found[worker.id] = counts[host]
-            counts[host] += 1
-        return [found[worker.id] for worker in ranked]
 
     def _due(self, at: float, now: float) -> bool:
         """Whether it is time; if not, `wake_at` is then at the latest."""
@@ -375,6 +336,7 @@ class Job:
     # -- Decisions about workers ----------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
+        # Ends come first, as starts need the slots, and a generation the workers that are left.
         self.wake_at, count = math.inf, -1
         while not self._over and count < len(self._actions):  # decisions may call for further ones
             self.wake_at, count = math.inf, len(self._actions)
@@ -399,7 +361,8 @@ class Job:
         if generation.phase == "meeting":
             late = [worker for worker in generation.left if worker.id not in generation.joined]
         else:
-            late = [worker for worker in (generation.left if generation.begun else self._outside()) if not worker.ready]
+            awaited = generation.left if generation.begun else self._outside()
+            late = [worker for worker in awaited if worker.phase != "ready"]
         if late and self._takes_long("late", generation.waits_since, now):
             seconds = generation.kill_at - now
             names = f"worker {', '.join(f'{worker.id} ({worker.slot})' for worker in late)}"
@@ -438,7 +401,7 @@ class Job:
         among = generation.members if generation.begun else self._last_of_slots()
         having = self._with_state()
         # Before a whole world has it, each member begins it; a member that has not answered may have got it.
-        may_have = [*(having or generation.members), *(worker for worker in generation.left if not worker.ready)]
+        may_have = [*(having or generation.members), *(worker for worker in generation.left if worker.phase != "ready")]
         state_is_lost = all(worker.code is not None or worker.leaving for worker in may_have)
         if not self._settings.replaces:
             if any(worker.code for worker in among):  # the others may still report the failure
@@ -467,7 +430,7 @@ class Job:
     def _because_of(self, among: Iterable[Worker], text: str = "", which: str = "") -> End:
         """The end of the job by the first failure of these workers; `which` relates the failure to a `text`."""
         chosen = set(among)
-        failed = [worker for worker in self._ended_workers if worker in chosen and worker.code and not worker.leaving]
+        failed = [worker for worker in self._ended_workers if worker in chosen and worker.phase == "failed"]
         # PeerLostError reports the end of another worker.
         first = [worker for worker in failed if not any("PeerLostError" in line for line in worker.lines)]
         if not failed:
@@ -497,7 +460,7 @@ class Job:
                 fix = "see whether they failed or create no store; KVHVD_START_TIMEOUT (seconds) gives them more time."
                 self._tell(number, "fail", text=text, fix=fix)
             else:
-                world = self._world([there[rank] for rank in ranks])
+                world = world_of([there[rank] for rank in ranks], self.slots)
                 self._tell(number, "world", rank=ranks.index(number), **world, generation=0, job=self._settings.job)
 
     # -- Decisions about generations ------------------------------------------------------------------------------
@@ -515,7 +478,7 @@ class Job:
     def _newcomers_may_join(self, now: float) -> bool:
         """Whether to announce newcomers to the members: once all that started are ready, or after a brief wait."""
         outside = self._outside()
-        ready = [worker for worker in outside if worker.ready]
+        ready = [worker for worker in outside if worker.phase == "ready"]
         if not ready or self._finishing:
             return False
         first = min(ready, key=lambda worker: worker.ready_at)
@@ -526,7 +489,7 @@ class Job:
     def _tell_changes(self, now: float) -> None:
         """Tell the members when the next world would be another one, so that they come to their next commit."""
         generation = self.generation
-        if any(worker.ready for worker in generation.left):
+        if any(worker.phase == "ready" for worker in generation.left):
             return  # they are coming
         result = generation.announced
         if any(worker.slot not in self.slots for worker in generation.left):
@@ -548,7 +511,7 @@ class Job:
             hosts, having = {worker.slot.host for worker in left}, Counter(w.slot.host for w in left if w.synced)
             pairs = [pair for pair, count in self._apart.items() if count >= _MOST_APART and pair <= hosts]
             unreached = Counter(host for pair in pairs for host in pair if set(having) != {host})
-            if not unreached or not all(worker.ready for worker in left):
+            if not unreached or not all(worker.phase == "ready" for worker in left):
                 return
             order = {host: self.slots.order(Slot(host, 0)) for host in hosts}
             out = max(unreached, key=lambda host: (unreached[host], -having[host], order[host]))
@@ -558,7 +521,7 @@ class Job:
             fix = "see whether a firewall lets workers connect; --network-interfaces chooses what they use."
             news = text_of(f"host {out} is left out for {seconds:.0f} s: {pair}.", fix=fix)
             self._note("host_left_out", news, host=out, unreached=others, seconds=round(seconds, 3))
-            self._dismiss((w for w in self.running if w.slot.host == out and not w.leaving), now)
+            self._dismiss((worker for worker in self.running if worker.slot.host == out and worker.taking_part), now)
 
     def _form(self, now: float) -> None:
         """Give the next generation out when all its workers are ready; wait for more if they are too few."""
@@ -568,14 +531,14 @@ class Job:
             return  # all have finished
         awaited, finishing = old if begun else outside, self._finishing
         least = 1 if finishing else self._settings.min_np
-        complete = all(worker.ready for worker in awaited)
+        complete = all(worker.phase == "ready" for worker in awaited)
         if not complete and (begun or sum(worker.pid > 0 for worker in awaited) >= least):
             return
         if complete and self._with_state() and not any(worker.synced for worker in old):
             # They could only begin anew. The workers with the state are done, or were killed and have not ended yet.
             self._dismiss(old if self._succeeded else (), now)
             return
-        newcomers = [worker for worker in outside if worker.ready and not (finishing and begun)]
+        newcomers = [worker for worker in outside if worker.phase == "ready" and not (finishing and begun)]
         stay = [worker for worker in old if worker.slot in self.slots or finishing]
         if old and not (stay or newcomers) and all(worker.slot.host in self._leaving for worker in old):
             self._dismiss(old, now)
@@ -630,14 +593,15 @@ class Job:
             return
         if old.begun:
             # The state comes from rank 0. One that is a member may not have it yet: when its world was lost at once.
-            ranked = _rank_order(sorted(chosen, key=lambda worker: not worker.synced))
+            ranked = rank_order(sorted(chosen, key=lambda worker: not worker.synced))
         else:
-            ranked = _rank_order(sorted(chosen, key=lambda worker: self.slots.order(worker.slot)))
+            ranked = rank_order(sorted(chosen, key=lambda worker: self.slots.order(worker.slot)))
         number = old.number + 1
         self.generation = Generation(number, ranked, now + settings.start_timeout_s + _MEETING_EXTRA_S)
-        world = {"generation": number, **self._world(ranked), "job": settings.job}
+        world = {"generation": number, **world_of(ranked, self.slots), "job": settings.job}
         for rank, worker in enumerate(ranked):
-            worker.ready, worker.generation = False, number
+            worker.takes("world")
+            worker.generation = number
             self._tell(worker.id, "world", **world, rank=rank)
         members = [worker.id for worker in ranked]
         text = f"generation {number}: {len(members)} workers ({', '.join(map(str, members))})."
@@ -647,19 +611,19 @@ class Job:
     def _lose(self, cause: str, text: str, now: float) -> None:
         """Declare the present generation lost to its members, which have to be ready for the next one."""
         generation = self.generation
-        if generation.phase == "lost":
+        was_meeting = generation.phase == "meeting"
+        if not generation.takes("lost"):
             return
         self._failed_worlds = 0 if self._has_worked(now) else self._failed_worlds + 1
         self._failure = text
         is_news = cause == "meeting" or self._failed_worlds > 1
         news = f"generation {generation.number} has not begun: {text}" if is_news else ""
-        if generation.phase == "meeting":
+        if was_meeting:
             generation.kill_at = generation.waits_since = math.inf
-        generation.phase = "lost"
         self._expect(now, "lost")
         self._note("generation_void", news, generation=generation.number, cause=cause, text=text)
         for worker in generation.members:
-            if worker.alive and not worker.ready and not worker.leaving:
+            if worker.phase in ("member", "finished"):
                 self._tell(worker.id, "lost", generation=generation.number, text=text)
 
     # -- The end of the job, and of workers: asked to leave, then SIGTERM, then SIGKILL ---------------------------
@@ -677,7 +641,8 @@ class Job:
 
     def _dismiss(self, workers: Iterable[Worker], now: float) -> None:
         for worker in workers:
-            worker.leaving, worker.act_at = True, now
+            worker.takes("leave")
+            worker.act_at = now
             if worker.entry is not None:  # else no connection leads to it yet
                 trained = worker.joined_at is not None
                 worker.act_at += self._settings.exit_timeout_s if trained else self._settings.survivor_time_s
@@ -690,14 +655,15 @@ class Job:
                 continue
             if worker.killed:
                 self._ended([worker], -signal.SIGKILL, now)
-            elif worker.told_to_end:
-                self._kill(worker, "it did not leave", now)
-            else:
-                worker.told_to_end, worker.act_at = True, now + self._settings.kill_grace_s
+            elif worker.takes("SIGTERM"):
+                worker.act_at = now + self._settings.kill_grace_s
                 self._actions.append(Kill(worker.id, signal.SIGTERM))
+            else:
+                self._kill(worker, "it did not leave", now)
 
     def _kill(self, worker: Worker, why: str, now: float) -> None:
         """Kill a worker; it counts as crashed, unless it was to leave."""
+        worker.takes("SIGKILL")
         worker.killed, worker.act_at = why, now + _KILL_TAKES_S
         self._note("worker_killed", f"{worker} is killed: {why}.", worker=worker.id, why=why)
         self._actions.append(Kill(worker.id, signal.SIGKILL))
@@ -707,17 +673,3 @@ class Job:
 
     def _tell(self, worker: int, kind: str, **fields: Any) -> None:
         self._actions.append(Tell(worker, {"t": kind, **fields}))
-
-
-def _machines(workers: Sequence[Worker]) -> list[str]:
-    """The host of each worker: identities once all are known, until then names. Equal identities share memory."""
-    known = [worker.entry["host"][1] for worker in workers if worker.entry]
-    return known if len(known) == len(workers) else [machine_of(worker.slot.host) for worker in workers]
-
-
-def _rank_order(workers: Sequence[Worker]) -> list[Worker]:
-    """Workers, given oldest first, in the order of their ranks: host by host, the host of the oldest worker first."""
-    hosts: dict[str, list[Worker]] = {}
-    for worker, host in zip(workers, _machines(workers)):
-        hosts.setdefault(host, []).append(worker)
-    return [worker for same in hosts.values() for worker in same]

@@ -16,7 +16,7 @@ import signal
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Optional
 
-from kvstore_hvd.launch import jobs, state
+from kvstore_hvd.launch import jobs, phases
 from kvstore_hvd.launch.hosts import Slot
 from kvstore_hvd.launch.jobs import Job
 from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, Tell
@@ -38,7 +38,7 @@ SETTINGS = Settings(
     cooldown=(0.0, 0.0),
 )
 # Kinds of faults. "late": time passes although a worker could do something, or says what has not been heard.
-KINDS = ("crash", "host lost", "notice", "timeout", "late")
+KINDS = ("crash", "hang", "host lost", "notice", "timeout", "late")
 LIMIT = 20_000_000  # states: memory of about 3 GB
 
 Workers = tuple[Optional[Worker], ...]  # in the order of `Node.ids`; None: the job knows of its end
@@ -192,19 +192,16 @@ class Jobs:
         def of(worker: Any) -> tuple[Any, ...]:
             place = labels[worker.slot], worker.slot in job.slots
             if worker.code is not None:
-                return (*place, "ended", worker.synced, worker.finished)
-            if worker.killed:
-                return (*place, "killed", worker.synced, worker.leaving, until(worker.act_at))
-            has_entered = worker.entry is not None
-            if worker.leaving:
-                signs = worker.synced, worker.finished, has_entered, worker.told_to_end
-                return (*place, "leaving", *signs, until(worker.act_at))
+                return (*place, worker.synced)
+            about = (*place, worker.phase, worker.synced, worker.entry is None)
+            if not worker.taking_part:
+                return (*about, until(worker.act_at))
             ready_at, took = 0.0, 0.0
             if generation.begun and worker in coming:
-                limit = SETTINGS.start_timeout_s
-                ready_at = max(round((worker.ready_at if worker.ready else worker.started_at) - now, 3), -limit)
-                took = min(max(worker.ready_at - worker.started_at, jobs._TOGETHER_S), limit) if worker.ready else 0.0
-            return (*place, has_entered, worker.ready, worker.synced, worker.finished, ready_at, took)
+                limit, is_ready = SETTINGS.start_timeout_s, worker.phase == "ready"
+                ready_at = max(round((worker.ready_at if is_ready else worker.started_at) - now, 3), -limit)
+                took = min(max(worker.ready_at - worker.started_at, jobs._TOGETHER_S), limit) if is_ready else 0.0
+            return (*about, ready_at, took)
 
         members = {worker.id for worker in generation.members}
         may_sync = {worker.id for worker in generation.members if worker.code is None} | generation.synced
@@ -225,7 +222,7 @@ class Jobs:
             job._succeeded,
             job._has_state,
             any(worker.synced for worker in ended),
-            not generation.begun and any(w.code and not w.leaving and not w.lost for w in ended),
+            not generation.begun and any(each.phase == "failed" and not each.lost for each in ended),
             round(job._short_since - now, 3) if job._short_since < math.inf else None,
             job._over,
         )
@@ -235,12 +232,26 @@ class Jobs:
         return repr(([of(worker) for worker in kept], world, past, slots, sorted(job._leaving), apart)), kept
 
 
+class Table(dict[tuple[str, str], str]):
+    """The table of phases, which knows the transitions that were taken."""
+
+    def __init__(self, table: dict[tuple[str, str], str]) -> None:
+        super().__init__(table)
+        self.taken: set[tuple[str, str]] = set()
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        if key in self:
+            self.taken.add(key)
+        return super().get(key, default)
+
+
 class Histories:
     """The states of a search, as numbers: job, workers, and the faults that may still happen."""
 
     def __init__(self, bounds: Bounds) -> None:
+        phases._NEXT = self.table = Table(phases._NEXT)
         # Waits that are only reported, and lives that are long, make no difference here.
-        jobs._REPORT_AFTER_S = jobs._SOON_S = state._LONG_LIFE_S = math.inf
+        jobs._REPORT_AFTER_S = jobs._SOON_S = phases._LONG_LIFE_S = math.inf
         self._bounds, self._jobs = bounds, Jobs(SETTINGS._replace(cooldown=(bounds.cooldown_s, bounds.cooldown_s)))
         self._workers: list[Workers] = []
         self._numbers: dict[Workers, int] = {}
@@ -282,10 +293,14 @@ class Histories:
                 heard = _with(workers, name, said._replace(words=said.words[1:]))
                 for after in self._after(job, ("hears", name, word), heard):
                     yield f"hears {node.ids[name]}: {word}", self._state(*after, faults)
-            if worker.phase != "gone":
-                for kind, become in (("crash", _crashes), ("timeout", _times_out)):
+            mates = [each for each, world in zip(workers, node.worlds) if world == node.worlds[name]]
+            if worker.phase == "hung" and all(each is None or each.phase in ("hung", "gone") for each in mates):
+                # Nobody in its world is left to notice it. The launcher waits, as it may be at work.
+                yield f"end of {node.ids[name]}", self._state(job, _with(workers, name, worker.ends(1)), faults)
+            if worker.phase not in ("gone", "hung"):
+                for kind, become in (("crash", _crashes), ("hang", _hangs), ("timeout", _times_out)):
                     for other in become(worker) if kind in allowed else ():
-                        for after in _break(node, _with(workers, name, other), [name]):
+                        for after in _break(node, _with(workers, name, other), [name], kind == "hang"):
                             yield f"{kind} of {node.ids[name]}", self._state(job, after, faults - 1)
         if node.has_deadline and (not is_busy or "late" in allowed):
             for after in self._after(job, ("time",), workers):
@@ -351,6 +366,11 @@ def _crashes(worker: Worker) -> tuple[Worker, ...]:
 
 
 @functools.cache
+def _hangs(worker: Worker) -> tuple[Worker, ...]:
+    return tuple(Worker("hung", words=before.words) for before in runs(worker) if before.phase != "gone")
+
+
+@functools.cache
 def _times_out(worker: Worker) -> tuple[Worker, ...]:
     return tuple(
         before.waits("timeout") if before.phase == "training" else before.loses()
@@ -360,23 +380,25 @@ def _times_out(worker: Worker) -> tuple[Worker, ...]:
 
 
 @functools.cache
-def _loses_peer(worker: Worker) -> tuple[Worker, ...]:
-    """What a worker may become whose world loses a member: it notices it, or waits for it without an end."""
+def _loses_peer(worker: Worker, hangs: bool) -> tuple[Worker, ...]:
+    """What a worker may become whose world loses a member: it notices it, or waits without an end; for one that hangs,
+    until it times out."""
     if not worker.in_world or worker.stuck:
         return (worker,)
-    found: dict[Worker, None] = {}
+    found = [before for before in runs(worker) if not before.in_world]
     for before in runs(worker):
-        found.update(dict.fromkeys([before._replace(stuck=True), before.loses()] if before.in_world else [before]))
-    return tuple(found)
+        if before.in_world:
+            found += _times_out(before) if hangs else [before._replace(stuck=True), before.loses()]
+    return tuple(dict.fromkeys(found))
 
 
-def _break(node: Node, workers: Workers, lost: Iterable[int]) -> list[Workers]:
+def _break(node: Node, workers: Workers, lost: Iterable[int], hangs: bool = False) -> list[Workers]:
     """What the workers may become after these have left their worlds."""
     after = [workers]
     for name in lost:
         for mate, world in enumerate(node.worlds):
             if world == node.worlds[name] >= 0 and mate != name:
-                after = [_with(each, mate, now) for each in after if (w := each[mate]) for now in _loses_peer(w)]
+                after = [_with(each, mate, now) for each in after if (w := each[mate]) for now in _loses_peer(w, hangs)]
     return after
 
 
@@ -392,6 +414,8 @@ def _check_end(job: Job, now: float) -> None:
     assert all(isinstance(action, Note) for action in job.take()), "something is done after the end"
 
 
-def prove(bounds: Bounds, limit: int = LIMIT) -> Result:
+def prove(bounds: Bounds) -> tuple[Result, set[tuple[str, str]]]:
+    """Search all histories; returns also the transitions of phases that no history has taken."""
     histories = Histories(bounds)
-    return search(histories.root, histories.moves, histories.is_end, histories.show, limit)
+    result = search(histories.root, histories.moves, histories.is_end, histories.show, LIMIT)
+    return result, set(histories.table) - histories.table.taken

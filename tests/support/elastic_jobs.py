@@ -62,7 +62,7 @@ class Play:
             known = self.job.workers[worker]
             if known.entry is None:
                 self.enter(worker)
-                if known.ready or known.generation >= 0:
+                if known.phase == "ready" or known.generation >= 0:
                     continue
             why = "start" if known.generation < 0 else cause
             fields = {"cause": why, "text": "", "unreached": list(unreached)}

@@ -10,13 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstore_hvd.base.channel import TO_WORKER, take
-from kvstore_hvd.launch.jobs import Generation, Job
+from kvstore_hvd.launch.jobs import Job
+from kvstore_hvd.launch.phases import Generation
 from kvstore_hvd.launch.state import Action, Note, Settings, Start, Tell
 
 
 class Worker(NamedTuple):
     # "starting", "waiting" (for a rank or a world), "ranked" (it has a rank, and waits for no world yet), "meeting",
-    # "training" or "gone"
+    # "training", "hung" (nothing but SIGKILL changes that) or "gone"
     phase: str = "starting"
     synced: bool = False  # it has the state of the training
     asked: bool = False  # to come to a commit
@@ -72,7 +73,7 @@ def runs(worker: Worker) -> tuple[Worker, ...]:
 
 def told(worker: Worker, kind: str) -> list[Worker]:
     """What a worker may become that looks at a message, or gets a signal."""
-    if worker.phase == "gone":
+    if worker.phase in ("gone", "hung"):
         return [worker]
     if kind in ("world", "rank"):
         assert worker.phase == "waiting" and not worker.words, f"a {kind} for a worker that does not wait"
@@ -123,7 +124,7 @@ def check(job: Job, before: Generation, actions: Iterable[Action], hosts: Mappin
                 worlds[action.worker] = action.message
             assert kind != "lost" or action.message["generation"] == before.number, "another world is lost"
         elif isinstance(action, Note) and action.event == "generation_ready":
-            finishing = gone_well or any(worker.finished for worker in workers.values())
+            finishing = gone_well or any(worker.phase == "finished" for worker in workers.values())
             check_generation(job, before, worlds)
             assert len(worlds) <= asked.max_np, "more than --max-np"
             assert len(worlds) >= asked.min_np or finishing, "below --min-np"
