@@ -59,7 +59,7 @@ class Step:
 
 # Chains of steps run at the same time; tests of hosts mostly wait.
 UNIT, INTEGRATION, HOSTS = Step("unit", lanes=2), Step("integration", lanes=6), Step("hosts")
-PROOF = Step("proof")
+PROOF = Step("proof", lanes=2)
 SUITE = [
     [
         # With 2 workers, some sums over all ranks equal those over this one's neighbour.

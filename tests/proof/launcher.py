@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Optional
 from kvstore_hvd.launch import jobs, phases
 from kvstore_hvd.launch.hosts import Slot
 from kvstore_hvd.launch.jobs import Job
+from kvstore_hvd.launch.phases import Generation
 from kvstore_hvd.launch.state import Action, End, Kill, Note, Settings, Start, Tell
 from proof.search import Result, State, search
 from support.elastic_workers import Worker, check, message_of, runs, steps, told
@@ -37,23 +38,17 @@ SETTINGS = Settings(
     kill_grace_s=5.0,
     cooldown=(0.0, 0.0),
 )
-# Kinds of faults. "late": time passes although a worker could do something, or says what has not been heard.
-KINDS = ("crash", "hang", "host lost", "notice", "timeout", "late")
 LIMIT = 20_000_000  # states: memory of about 3 GB
 
 Workers = tuple[Optional[Worker], ...]  # in the order of `Node.ids`; None: the job knows of its end
 
 
 class Bounds(NamedTuple):
-    """So many faults of these kinds may happen."""
+    """So many faults may happen at most."""
 
-    faults: int
-    kinds: tuple[str, ...] = KINDS
+    worker_faults: int  # crashes, hangs, timeouts that a worker reports; and that time passes while a worker is late
+    host_faults: int  # losses of a host, with and without a notice
     cooldown_s: float = 0.0  # without a worker in a slot after repeated crashes
-
-    def __str__(self) -> str:
-        cooldown = f", cooldown {self.cooldown_s:g} s" if self.cooldown_s else ""
-        return f"{self.faults} of {'/'.join(self.kinds)}{cooldown}"
 
 
 class Node(NamedTuple):
@@ -103,7 +98,7 @@ class Jobs:
         if step is None:
             node = self.nodes[number]
             job, now = pickle.loads(node.job), node.now
-            before = job.generation
+            before, was_lost = job.generation, job.generation.phase == "lost"
             if event[0] == "time":
                 now = max(now, job.wake_at)
                 job.tick(now)
@@ -119,10 +114,10 @@ class Jobs:
                 else:
                     message = message_of(word, worker.id, worker.generation, worker.slot.host)
                     job.heard(worker.id, message, now)
-            step = self._steps[number, event] = self._next(job, before, now, node.ids)
+            step = self._steps[number, event] = self._next(job, before, now, node.ids, was_lost)
         return step
 
-    def _next(self, job: Job, before: Any, now: float, ids: tuple[int, ...]) -> Step:
+    def _next(self, job: Job, before: Generation, now: float, ids: tuple[int, ...], was_lost: bool = False) -> Step:
         actions: list[Action] = []
         while new := job.take():
             actions += new
@@ -137,6 +132,8 @@ class Jobs:
         said = [(names[each.worker], each.message["t"]) for each in actions if isinstance(each, Tell)]
         signals = [each for each in actions if isinstance(each, Kill) and each.worker in names]
         said += [(names[each.worker], signal.Signals(each.number).name) for each in signals]
+        late = {member.id for member in before.members if was_lost and member.phase == "late"}
+        said = [(name, "SIGKILL late" if kind == "SIGKILL" and kept[name] in late else kind) for name, kind in said]
         starts = tuple(names[each.worker] for each in actions if isinstance(each, Start) and each.worker in names)
         was = tuple(known.get(worker) if job.workers[worker].code is None else None for worker in kept)
         return Step(number, was, starts, tuple(said))
@@ -252,26 +249,26 @@ class Histories:
         phases._NEXT = self.table = Table(phases._NEXT)
         # Waits that are only reported, and lives that are long, make no difference here.
         jobs._REPORT_AFTER_S = jobs._SOON_S = phases._LONG_LIFE_S = math.inf
-        self._bounds, self._jobs = bounds, Jobs(SETTINGS._replace(cooldown=(bounds.cooldown_s, bounds.cooldown_s)))
+        self._jobs = Jobs(SETTINGS._replace(cooldown=(bounds.cooldown_s, bounds.cooldown_s)))
         self._workers: list[Workers] = []
         self._numbers: dict[Workers, int] = {}
         first = self._jobs.root
-        self.root = self._state(first.node, tuple(Worker() for _ in first.started), bounds.faults)
+        self.root = self._state(first.node, tuple(Worker() for _ in first.started), *bounds[:2])
 
-    def _state(self, job: int, workers: Workers, faults: int) -> State:
+    def _state(self, job: int, workers: Workers, faults: int, host_faults: int) -> State:
         number = self._numbers.setdefault(workers, len(self._workers))
         if number == len(self._workers):
             self._workers.append(workers)
-        return job << 32 | number << 4 | faults
+        return job << 32 | number << 4 | host_faults << 2 | faults
 
-    def _parts(self, state: State) -> tuple[int, Workers, int]:
-        return state >> 32, self._workers[state >> 4 & 0xFFFFFFF], state & 0xF
+    def _parts(self, state: State) -> tuple[int, Workers, int, int]:
+        return state >> 32, self._workers[state >> 4 & 0xFFFFFFF], state & 3, state >> 2 & 3
 
     def is_end(self, state: State) -> bool:
         return self._jobs.nodes[state >> 32].end is not None
 
     def show(self, state: State) -> str:
-        job, workers, faults = self._parts(state)
+        job, workers, faults, host_faults = self._parts(state)
         ids = self._jobs.nodes[job].ids
         texts = []
         for number, worker in zip(ids, workers):
@@ -279,12 +276,13 @@ class Histories:
             words = f" (unheard: {', '.join(map(str, worker.words))})" if worker and worker.words else ""
             texts.append(f"{number} {', '.join((worker.phase if worker else 'ended', *signs))}{words}")
         end = self._jobs.nodes[job].end
-        return f"| {' | '.join(texts)} | {faults} faults left" + (f" | end: {end.code} {end.reason}" if end else "")
+        ending = f" | end: {end.code} {end.reason}" if end else ""
+        return f"| {' | '.join(texts)} | left: {faults} faults, {host_faults} of hosts{ending}"
 
     def moves(self, state: State) -> Iterator[tuple[str, State]]:
-        job, workers, faults = self._parts(state)
+        job, workers, faults, host_faults = self._parts(state)
         node = self._jobs.nodes[job]
-        allowed, is_busy = self._bounds.kinds if faults else (), False
+        is_busy = False
         for name, worker in enumerate(workers):
             if worker is None:
                 continue
@@ -292,29 +290,30 @@ class Histories:
                 is_busy, word = True, said.words[0]
                 heard = _with(workers, name, said._replace(words=said.words[1:]))
                 for after in self._after(job, ("hears", name, word), heard):
-                    yield f"hears {node.ids[name]}: {word}", self._state(*after, faults)
+                    yield f"hears {node.ids[name]}: {word}", self._state(*after, faults, host_faults)
             mates = [each for each, world in zip(workers, node.worlds) if world == node.worlds[name]]
             if worker.phase == "hung" and all(each is None or each.phase in ("hung", "gone") for each in mates):
                 # Nobody in its world is left to notice it. The launcher waits, as it may be at work.
-                yield f"end of {node.ids[name]}", self._state(job, _with(workers, name, worker.ends(1)), faults)
-            if worker.phase not in ("gone", "hung"):
+                ended = _with(workers, name, worker.ends(1))
+                yield f"end of {node.ids[name]}", self._state(job, ended, faults, host_faults)
+            if faults and worker.phase not in ("gone", "hung"):
                 for kind, become in (("crash", _crashes), ("hang", _hangs), ("timeout", _times_out)):
-                    for other in become(worker) if kind in allowed else ():
+                    for other in become(worker):
                         for after in _break(node, _with(workers, name, other), [name], kind == "hang"):
-                            yield f"{kind} of {node.ids[name]}", self._state(job, after, faults - 1)
-        if node.has_deadline and (not is_busy or "late" in allowed):
+                            yield f"{kind} of {node.ids[name]}", self._state(job, after, faults - 1, host_faults)
+        if node.has_deadline and (not is_busy or faults):
             for after in self._after(job, ("time",), workers):
-                yield "time passes", self._state(*after, faults - is_busy)
+                yield "time passes", self._state(*after, faults - is_busy, host_faults)
         for host in HOSTS:
             is_leaving, there = host in node.leaving, [name for name, each in enumerate(node.hosts) if each == host]
-            if is_leaving or (there and "host lost" in allowed):
+            if is_leaving or (there and host_faults):
                 lost = [name for name in there if (worker := workers[name]) is not None and worker.phase != "gone"]
                 for left in _break(node, workers, lost):
                     for after in self._after(job, ("host lost", host), left):
-                        yield f"host {host} lost", self._state(*after, faults - (not is_leaving))
-            if there and not is_leaving and "notice" in allowed:
+                        yield f"host {host} lost", self._state(*after, faults, host_faults - (not is_leaving))
+            if there and not is_leaving and host_faults:
                 for after in self._after(job, ("notice", host), workers):
-                    yield f"notice of {host}", self._state(*after, faults - 1)
+                    yield f"notice of {host}", self._state(*after, faults, host_faults - 1)
 
     def _after(self, job: int, event: tuple[Any, ...], workers: Workers) -> Iterable[tuple[int, Workers]]:
         """The job after an event, with each of the workers' possible states."""
@@ -355,7 +354,9 @@ def _with(workers: Workers, name: int, worker: Worker) -> Workers:
 
 @functools.cache
 def _told(worker: Worker, kind: str) -> tuple[Worker, ...]:
-    if kind == "SIGKILL":  # nothing but its exit code is heard any more
+    if kind.startswith("SIGKILL"):  # nothing but its exit code is heard any more
+        is_untold = kind == "SIGKILL late" and worker.stuck
+        assert not is_untold, "a worker is killed for being late, and was not told that its world is lost"
         return (Worker("gone", words=worker.words[-1:] if worker.phase == "gone" else (-signal.SIGKILL,)),)
     return tuple(dict.fromkeys(after for before in runs(worker) for after in told(before, kind)))
 

@@ -90,6 +90,16 @@ def test_too_few_workers_are_waited_for_and_the_end_has_the_reason():
     assert [told["text"] for told in play.told(0, "fail")] == [reason]
 
 
+def test_the_deadline_of_replacements_wakes_the_job():
+    play = Play({"a": 1, "b": 1}, min_np=2, timeout_s=20, elastic_timeout_s=600)
+    play.ready(0)
+    play.hosts({"a": 1})
+    play.end(1)
+    play.wait(11)  # a report of the wait
+    play.wait(10)
+    assert play.job.wake_at <= play.now + 20
+
+
 def test_a_program_that_always_fails_ends_the_job():
     play = Play({"a": 2})
     for worker in range(4):
@@ -225,6 +235,17 @@ def test_a_host_that_others_do_not_reach_is_left_out_until_its_cooldown_is_over(
     fail((1, 3))  # still: at once
     assert play.members == [0, 1]
     assert play.notes("host_left_out")[1]["seconds"] > note["seconds"]
+
+
+def test_who_has_finished_does_not_leave_with_its_host():
+    play = begun({"a": 1, "b": 2})
+    play.say(2, "finished")
+    play.ready(0, 1)
+    for _ in range(3):
+        play.ready(0, cause="meeting", unreached=[1])
+        play.ready(1, cause="meeting", unreached=[0])
+    assert play.notes("host_left_out")[0]["host"] == "b"
+    assert [len(play.told(worker, "leave")) for worker in (0, 1, 2)] == [0, 1, 0]
 
 
 CHAIN, STAR = [(1, 3), (0,), (3,), (0, 2)], [(1, 2, 3), (0,), (0,), (0,)]

@@ -8,6 +8,7 @@ from pathlib import Path
 from kvstore_hvd import config, errors
 from kvstore_hvd.horovod import variables as horovod_variables
 from kvstore_hvd.launch.command import _parser
+from kvstore_hvd.launch.phases import OF_GENERATION, OF_WORKER
 from kvstore_hvd.mxnet_compat import numpy_shim
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -32,6 +33,13 @@ def test_links_lead_somewhere_and_to_every_page():
     linked = re.findall(r"\(docs/([\w-]+\.md)", (ROOT / "README.md").read_text())
     from_elsewhere = {"index.md", "changelog.md", "contributing.md", "benchmarks.md"}  # see docs/conf.py
     assert {page.name for page in ROOT.glob("docs/*.md")} - from_elsewhere == set(linked)
+
+
+def test_the_page_has_the_tables_of_phases():
+    section = (ROOT / "docs/architecture.md").read_text().partition("## Phases of a job")[2].partition("## ")[0]
+    rows = re.findall(r"^\| ([\w, ]+) \| ([\w, ]+) \| (\w+) \|$", section, re.MULTILINE)
+    expected = [tuple(each.replace(" ", ", ") for each in row) for row in (*OF_WORKER, *OF_GENERATION)]
+    assert [row for row in rows if row[0] != "Event"] == expected
 
 
 def test_the_reference_has_the_public_names():
