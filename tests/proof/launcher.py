@@ -29,7 +29,6 @@ HOSTS = {"a": 2, "b": 1}
 SETTINGS = Settings(
     job="proof",
     min_np=2,
-    max_np=3,
     elastic_timeout_s=40.0,
     timeout_s=20.0,
     start_timeout_s=2.0,
@@ -49,6 +48,12 @@ class Bounds(NamedTuple):
     worker_faults: int  # crashes, hangs, timeouts that a worker reports; and that time passes while a worker is late
     host_faults: int  # losses of a host, with and without a notice
     cooldown_s: float = 0.0  # without a worker in a slot after repeated crashes
+    min_np: int = 2
+    max_np: int = 3
+
+    def __str__(self) -> str:
+        workers = f"{self.min_np}-{self.max_np}-workers" + (f"-cooldown-{self.cooldown_s:g}" if self.cooldown_s else "")
+        return f"{self.worker_faults}-and-{self.host_faults}-faults-{workers}"
 
 
 class Node(NamedTuple):
@@ -226,7 +231,7 @@ class Jobs:
         pauses = sorted((label(each), until(at)) for each, at in usable.items())
         slots = job.slots._hosts, pauses, sorted(map(label, crashed))
         apart = sorted((sorted(pair), count) for pair, count in job._apart.items())
-        return repr(([of(worker) for worker in kept], world, past, slots, sorted(job._leaving), apart)), kept
+        return repr(([*map(of, kept)], world, past, slots, sorted(job._leaving), apart)), kept
 
 
 class Table(dict[tuple[str, str], str]):
@@ -249,7 +254,8 @@ class Histories:
         phases._NEXT = self.table = Table(phases._NEXT)
         # Waits that are only reported, and lives that are long, make no difference here.
         jobs._REPORT_AFTER_S = jobs._SOON_S = phases._LONG_LIFE_S = math.inf
-        self._jobs = Jobs(SETTINGS._replace(cooldown=(bounds.cooldown_s, bounds.cooldown_s)))
+        cooldown = bounds.cooldown_s, bounds.cooldown_s
+        self._jobs = Jobs(SETTINGS._replace(min_np=bounds.min_np, max_np=bounds.max_np, cooldown=cooldown))
         self._workers: list[Workers] = []
         self._numbers: dict[Workers, int] = {}
         first = self._jobs.root
@@ -286,16 +292,16 @@ class Histories:
         for name, worker in enumerate(workers):
             if worker is None:
                 continue
-            for said in (worker,) if worker.words else steps(worker).values():
-                is_busy, word = True, said.words[0]
-                heard = _with(workers, name, said._replace(words=said.words[1:]))
-                for after in self._after(job, ("hears", name, word), heard):
+            for word, other in _says(worker):
+                is_busy = True
+                for after in self._after(job, ("hears", name, word), _with(workers, name, other)):
                     yield f"hears {node.ids[name]}: {word}", self._state(*after, faults, host_faults)
-            mates = [each for each, world in zip(workers, node.worlds) if world == node.worlds[name]]
-            if worker.phase == "hung" and all(each is None or each.phase in ("hung", "gone") for each in mates):
-                # Nobody in its world is left to notice it. The launcher waits, as it may be at work.
-                ended = _with(workers, name, worker.ends(1))
-                yield f"end of {node.ids[name]}", self._state(job, ended, faults, host_faults)
+            if worker.phase == "hung":
+                mates = [each for each, world in zip(workers, node.worlds) if world == node.worlds[name]]
+                if all(each is None or each.phase in ("hung", "gone") for each in mates):
+                    # Nobody in its world is left to notice it. The launcher waits, as it may be at work.
+                    ended = _with(workers, name, worker.ends(1))
+                    yield f"end of {node.ids[name]}", self._state(job, ended, faults, host_faults)
             if faults and worker.phase not in ("gone", "hung"):
                 for kind, become in (("crash", _crashes), ("hang", _hangs), ("timeout", _times_out)):
                     for other in become(worker):
@@ -325,7 +331,7 @@ class Histories:
     def _next(self, job: int, event: tuple[Any, ...], workers: Workers) -> Iterable[tuple[int, Workers]]:
         number, before, started, said = self._jobs.after(job, event)
         node = self._jobs.nodes[number]
-        after: list[Workers] = [tuple(None if name is None else workers[name] for name in before)]
+        after: list[Workers] = [tuple([None if name is None else workers[name] for name in before])]
         for name in started:
             after = [_with(after[0], name, Worker())]
         if node.end is not None:
@@ -350,6 +356,13 @@ class Histories:
 
 def _with(workers: Workers, name: int, worker: Worker) -> Workers:
     return (*workers[:name], worker, *workers[name + 1 :])
+
+
+@functools.cache
+def _says(worker: Worker) -> tuple[tuple[Any, Worker], ...]:
+    """What may be heard next of a worker, and the worker then."""
+    saying = (worker,) if worker.words else steps(worker).values()
+    return tuple((said.words[0], said._replace(words=said.words[1:])) for said in saying)
 
 
 @functools.cache
