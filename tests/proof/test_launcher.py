@@ -6,11 +6,11 @@ from proof.launcher import Bounds, prove
 
 pytestmark = [pytest.mark.alike, pytest.mark.timeout(7200)]
 
-# One fault; two faults with 2 workers for 3 slots; two faults with 3 workers.
-USUAL = [Bounds(1, 0), Bounds(0, 1), Bounds(1, 1, max_np=2), Bounds(1, 1), Bounds(2, 0), Bounds(0, 2)]
+SMALL = [Bounds(1, 0), Bounds(0, 1), Bounds(1, 1, min_np=1, max_np=2)]
+USUAL = [Bounds(1, 1), Bounds(2, 0), Bounds(0, 2)]
 DEEP = [
-    *(Bounds(*faults, cooldown_s=10.0) for faults in ((1, 1), (2, 0), (0, 2))),
-    *(Bounds(*faults, min_np=1) for faults in ((1, 1), (2, 0), (0, 2))),
+    *(bounds._replace(cooldown_s=10.0) for bounds in USUAL),
+    *(bounds._replace(min_np=1) for bounds in USUAL),
     *(Bounds(*faults, min_np=1, max_np=2) for faults in ((2, 1), (1, 2), (3, 0))),
 ]
 # Workers here train once, and end well only when they have finished. Others are in tests/unit/launch/test_jobs.py.
@@ -18,9 +18,25 @@ ELSEWHERE = {("finished", "ready"), ("finished", "synced")}
 ELSEWHERE |= {(phase, "success") for phase in ("starting", "entered", "ready", "member")}
 
 
-@pytest.mark.parametrize("bounds", [*USUAL, *(pytest.param(each, marks=pytest.mark.slow) for each in DEEP)], ids=str)
-def test_every_history(bounds):
+def check(bounds):
     result, untaken = prove(bounds)
     print(f"{bounds}: {result}")
     assert not result.fault, f"{bounds}\n{result.fault}"
+    return untaken
+
+
+@pytest.mark.parametrize("bounds", SMALL, ids=str)
+def test_small_jobs(bounds):
+    check(bounds)
+
+
+@pytest.mark.parametrize("bounds", USUAL, ids=str)
+def test_two_faults(bounds):
+    untaken = check(bounds)
     assert bounds != Bounds(1, 1) or untaken == ELSEWHERE, "transitions that no history takes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bounds", DEEP, ids=str)
+def test_deep(bounds):
+    check(bounds)
