@@ -1,5 +1,5 @@
 // Executions of the model of links (tests/proof/link.pml) on real links: messages come when the model says so, and
-// operations end on each host as in the model. tests/proof/run.py makes the executions.
+// operations end on each host as in the model. tests/proof/link.py makes the executions.
 #include <deque>
 #include <fstream>
 #include <map>

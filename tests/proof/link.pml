@@ -12,7 +12,7 @@
    -DALIKE: an operation ends alike on all hosts. There are executions where it does not, as there must be: a host cannot
    know that another one has failed when it completes an operation.
 
-   tests/proof/run.py checks it, and makes the executions that tests/native/test_link_traces.cpp replays. */
+   link.py checks it, and makes the executions that tests/native/test_link_traces.cpp replays. */
 #define HOSTS 3
 #define OPS 2
 #define ALL 7
