@@ -1,4 +1,4 @@
-"""Links keep their promises in every order of messages of 3 hosts, 2 operations and a fault: the model, see link.pml."""
+"""Links keep their promises in every order of messages of 3 hosts, 2 operations and a fault, see link.pml."""
 
 import shutil
 
