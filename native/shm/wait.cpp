@@ -68,13 +68,13 @@ void request_short_slice() {
 
 bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure) {
   if (poll(policy, [&] { return reached(target); })) return true;
-  failure.check();
-  if (!policy.sleeps) return false;
-  // Sequentially consistent, see post().
-  asleep_.store(1, std::memory_order_seq_cst);
-  const std::uint32_t seen = value_.load(std::memory_order_seq_cst);
-  if (static_cast<std::int32_t>(seen - target) < 0 && futex_wait(value_, seen, kMaxSleep) && reached(target)) {
-    missed_wakes.fetch_add(1, std::memory_order_relaxed);
+  if (policy.sleeps) {
+    const std::uint32_t sleeps = begin_sleep();
+    const std::uint32_t now = value_.load(std::memory_order_seq_cst);  // see post()
+    if (static_cast<std::int32_t>(now - target) < 0 && !failure.is_set() && futex_wait(sleeps_, sleeps, kMaxSleep) &&
+        reached(target)) {
+      missed_wakes.fetch_add(1, std::memory_order_relaxed);
+    }
   }
   failure.check();
   return reached(target);
@@ -82,17 +82,12 @@ bool Flag::wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failu
 
 bool Flag::wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
                        const Failure& failure) {
-  if (poll(policy, [&] { return value() != seen; }) || failure.is_set() || !policy.sleeps) return false;
-  asleep_.store(1, std::memory_order_seq_cst);  // As in wait_slow().
-  return value_.load(std::memory_order_seq_cst) == seen && futex_wait(value_, seen, limit);
+  if (poll(policy, [&] { return value() != seen; }) || !policy.sleeps) return false;
+  const std::uint32_t sleeps = begin_sleep();  // As in wait_slow().
+  return value_.load(std::memory_order_seq_cst) == seen && !failure.is_set() && futex_wait(sleeps_, sleeps, limit);
 }
 
-void Flag::wake_sleepers() {
-  // Sequentially consistent, see post(): a waiter that is not woken here sleeps after this and sees the new value.
-  if (asleep_.exchange(0, std::memory_order_seq_cst) != 0) wake();
-}
-
-void Flag::wake() const { futex_wake_all(value_); }
+void Flag::wake_sleepers() const { futex_wake_all(sleeps_); }
 
 bool SharedLock::try_lock(int rank) {
   std::uint32_t expected = 0;
@@ -140,8 +135,9 @@ bool Failure::set(int rank, ErrorCode code, std::string_view fact) {
   own.length = static_cast<std::uint32_t>(fact.size());
   std::memcpy(own.text, fact.data(), fact.size());
   std::uint32_t nobody = 0;
-  // Release: publishes the note. Relaxed when another rank was first: nothing is read.
-  return claimed_by_.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank) + 1, std::memory_order_release,
+  // Publishes the note. Sequentially consistent: whoever goes to sleep sees the failure, or is seen by wake_all().
+  // Relaxed when another rank was first: nothing is read.
+  return claimed_by_.compare_exchange_strong(nobody, static_cast<std::uint32_t>(rank) + 1, std::memory_order_seq_cst,
                                              std::memory_order_relaxed);
 }
 

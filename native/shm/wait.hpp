@@ -49,8 +49,8 @@ class Failure {
     std::uint32_t length;
     char text[2040];
   };
-  // Acquire, as in is_set().
-  const Note& note() const { return notes_[claimed_by_.load(std::memory_order_acquire) - 1]; }
+  // Relaxed: the caller has called is_set(), and the value never changes again.
+  const Note& note() const { return notes_[claimed_by_.load(std::memory_order_relaxed) - 1]; }
 
   std::atomic<std::uint32_t> claimed_by_;  // 1 + rank
   Note notes_[kMaxRanks + 1];              // by rank; the link's follows the last rank's
@@ -157,29 +157,28 @@ class alignas(128) Flag {
 
   // Stores `value` and wakes the sleepers. One writer at a time.
   void post(std::uint32_t value) {
-    // Sequentially consistent, with the load below and the pair in wait(): either the waiter sees the new value before
-    // it sleeps, or we see the waiter. As a release it publishes what was written before.
+    // Sequentially consistent, with the load in take_sleepers() and the pair in wait(): either the waiter sees the new
+    // value before it sleeps, or we see the waiter. As a release it publishes what was written before.
     value_.store(value, std::memory_order_seq_cst);
-    if (asleep_.load(std::memory_order_seq_cst) != 0) wake_sleepers();
+    if (take_sleepers()) wake_sleepers();
   }
 
   // Adds one and wakes the sleepers. Any number of writers.
   void ring() {
     value_.fetch_add(1, std::memory_order_seq_cst);  // as in post()
-    if (asleep_.load(std::memory_order_seq_cst) != 0) wake_sleepers();
+    if (take_sleepers()) wake_sleepers();
   }
 
   // For the only sleeper of a flag, which sleeps elsewhere: whether its value is still `seen`. If so the next
   // ring_and_is_asleep() returns true.
   bool may_sleep(std::uint32_t seen) {
-    // Sequentially consistent, as in post().
-    asleep_.store(1, std::memory_order_seq_cst);
-    return value_.load(std::memory_order_seq_cst) == seen;
+    begin_sleep();
+    return value_.load(std::memory_order_seq_cst) == seen;  // as in post()
   }
   // Adds one. Returns whether the sleeper has to be woken.
   bool ring_and_is_asleep() {
     value_.fetch_add(1, std::memory_order_seq_cst);
-    return asleep_.load(std::memory_order_seq_cst) != 0 && asleep_.exchange(0, std::memory_order_seq_cst) != 0;
+    return take_sleepers();
   }
 
   // Until reached(target), or for about kMaxSleep; returns whether it is reached. Throws WorldLost.
@@ -192,16 +191,26 @@ class alignas(128) Flag {
   bool wait_change(std::uint32_t seen, const WaitPolicy& policy, std::chrono::nanoseconds limit,
                    const Failure& failure);
 
-  // Wakes the sleepers without a new value.
-  void wake() const;
+  // Wakes the sleepers without a new value, also those that a rank took before it died.
+  void wake() {
+    take_sleepers();
+    wake_sleepers();
+  }
 
  private:
-  // One system call for a row of posts, however long the sleepers take to look: they set asleep_ anew.
-  void wake_sleepers();
+  // An eventcount: a sleeper makes sleeps_ odd, looks at the flag, and sleeps while sleeps_ stays as it is. Waking
+  // makes it even, and another number than ever: a sleeper of before that is not asleep yet does not fall asleep.
+  std::uint32_t begin_sleep() { return sleeps_.fetch_or(1, std::memory_order_seq_cst) | 1; }  // as in post()
+  // Whether there are sleepers, which the caller then wakes. One call of a row, however long the sleepers take to look.
+  bool take_sleepers() {
+    std::uint32_t sleeps = sleeps_.load(std::memory_order_seq_cst);  // as in post()
+    return sleeps % 2 != 0 && sleeps_.compare_exchange_strong(sleeps, sleeps + 1, std::memory_order_relaxed);
+  }
+  void wake_sleepers() const;
   bool wait_slow(std::uint32_t target, const WaitPolicy& policy, const Failure& failure);
 
   std::atomic<std::uint32_t> value_;
-  std::atomic<std::uint32_t> asleep_;  // whether a sleeper may have to be woken
+  std::atomic<std::uint32_t> sleeps_;  // a futex
 };
 static_assert(sizeof(Flag) == 128);
 

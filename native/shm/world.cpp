@@ -146,7 +146,7 @@ void wake_all(World& world) {
     rank.collected.wake();
     rank.bell.wake();
   }
-  for (const Claims& claims : world.claims) claims.finished.wake();
+  for (Claims& claims : world.claims) claims.finished.wake();
   if (world.has_link()) ring_link(world);
 }
 
