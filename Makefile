@@ -50,11 +50,11 @@ mxnet_for_new_python = $(if $(NEW_PYTHON),$(1) --no-deps mxnet==$(MXNET) && $(1)
 PIP := $(BIN)/python -m pip install --quiet
 EDITABLE := $(PIP) --no-build-isolation --config-settings editable_mode=compat --editable
 COMPILE := KVHVD_BUILD_JOBS=$(JOBS) $(BIN)/python setup.py --quiet build_ext --inplace
-CPP := $(shell find native tests/native -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
+CPP := $(shell find native tests/native tests/proof -type f \( -name '*.cpp' -o -name '*.hpp' -o -name '*.h' -o -name '*.cu' \
                 -o -name '*.cuh' \) 2>/dev/null)
 
-TARGETS := dev demo test test-all soak fuzz proof faults docs wheels image lint format native-test native-aarch64 tsan tsan-quick asan-quick \
-           asan bench clean distclean
+TARGETS := dev demo test test-all soak fuzz faults proof docs wheels image lint format native-test native-aarch64 tsan tsan-quick \
+           asan-quick asan bench clean distclean
 .PHONY: help venv $(TARGETS)
 
 help:
@@ -109,6 +109,10 @@ proof: dev
 # Planted faults: whether the tests notice what a user would, see tests/faults/README.md.
 faults: dev $(VENV)/.native
 	$(BIN)/python tests/faults/run.py $(FAULTS)
+
+# Proofs by exhaustive search, to the full depth: tests/proof/. Minutes.
+proof: $(STAMP)
+	$(BIN)/python tests/proof/memory/run.py --full --jobs $(JOBS)
 
 # The documentation as a site, with the reference of all public names: build/docs/index.html. A dead link is an error.
 docs: $(VENV)/.docs

@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Check the words in shared memory under the C11 memory model: run.py [--full] [--only NAME] [--build FOLDER]
+
+Builds the litmus programs of this folder with the engine's sources and the checker, runs them, and then once more for
+each order that an access of native/ has: with the next weaker order, one program at least must fail. The accesses for
+which none does are in unneeded.txt, each with the reason why its order stays. Without --full: a sample of the orders.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+# The engine's sources that the programs need.
+SOURCES = (
+    *("base/process", "shm/wait", "shm/world", "shm/liveness", "request/request", "report/report"),
+    *("engine/tensor_table", "engine/mismatch", "engine/schedule"),
+)
+PROGRAMS = sorted(path.stem for path in HERE.glob("*.cpp") if path.stem not in ("checker", "outside"))
+FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", f"-I{ROOT / 'native'}", f"-I{HERE}"]
+CHECKED = ["-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-builtin", "-Wno-tsan"]
+CLOCK = "_ZNSt6chrono3_V212steady_clock3nowEv"
+WRAPPED = f"memcpy memmove memset memcmp syscall {CLOCK}".split()
+LINK = ["-no-pie", "-pthread", *(f"-Wl,--wrap={name}" for name in WRAPPED)]
+
+
+def weaker_than(order: str, kind: str) -> list[str]:
+    """The next weaker orders of an access: a read-modify-write has two halves."""
+    if order == "seq_cst":
+        return ["acquire" if kind == "load" else "release" if kind == "store" else "acq_rel"]
+    return {"acq_rel": ["acquire", "release"], "relaxed": []}.get(order, ["relaxed"])
+
+
+MUTANT_TIMEOUT_S = 120
+
+
+class Order(NamedTuple):
+    """An order in the text of native/: of an access, or of a compare-exchange that fails."""
+
+    place: str  # file:line
+    column: int  # which access of the line
+    option: str  # --weaken or --weaken-failure
+    kind: str
+    order: str
+
+
+def compile_all(build: Path) -> dict[str, Path]:
+    """Build what has changed; returns the programs."""
+    build.mkdir(parents=True, exist_ok=True)
+    newest = max(path.stat().st_mtime for path in [*ROOT.glob("native/**/*.hpp"), *HERE.glob("*.hpp"), Path(__file__)])
+    jobs = [(ROOT / "native" / f"{name}.cpp", CHECKED) for name in SOURCES]
+    jobs += [(HERE / f"{name}.cpp", CHECKED) for name in (*PROGRAMS, "outside")]
+    jobs.append((HERE / "checker.cpp", ["-O2", "-Wno-mismatched-new-delete"]))
+
+    def compile_one(source: Path, flags: list[str]) -> Path:
+        target = build / f"{source.stem}.o"
+        if not target.exists() or target.stat().st_mtime < max(newest, source.stat().st_mtime):
+            subprocess.run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)], check=True)
+        return target
+
+    objects = {source.stem: compile_one(source, flags) for source, flags in jobs}
+    core = build / "core.a"
+    core.unlink(missing_ok=True)
+    names = [Path(name).name for name in (*SOURCES, "outside")]
+    subprocess.run(["ar", "rcs", str(core), *(str(objects[name]) for name in names)], check=True)
+    for name in PROGRAMS:
+        parts = [str(objects["checker"]), str(objects[name]), str(core)]
+        subprocess.run(["g++", *parts, *LINK, "-o", str(build / name)], check=True)
+    return {name: build / name for name in PROGRAMS}
+
+
+def places_of(program: Path, addresses: list[str]) -> list[str]:
+    """The line of native/ or of the litmus program of each access: the innermost that is not the library's."""
+    given = "\n".join(hex(int(address, 16) - 1) for address in addresses)
+    command = ["addr2line", "-a", "-i", "-e", str(program)]
+    told = subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
+    found = []
+    for block in re.split(r"^0x[0-9a-f]+\n", told, flags=re.MULTILINE)[1:]:
+        lines = [line.partition(" (")[0] for line in block.splitlines()]
+        own = [line for line in lines if str(ROOT) in line or not line.startswith("/")]
+        found.append(own[0].replace(f"{ROOT}/", "") if own else lines[0])
+    return found
+
+
+def run(program: Path, arguments: list[str], timeout: float) -> tuple[int | None, str]:
+    """Its exit code (None: out of time) and its output."""
+    try:
+        done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+        return None, output.decode() if isinstance(output, bytes) else output
+    return done.returncode, done.stdout
+
+
+def orders_of(programs: dict[str, Path], outputs: dict[str, str]) -> dict[Order, dict[str, list[str]]]:
+    """The orders that the programs have reached, above relaxed: of each, by program, the addresses."""
+    found: dict[Order, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name, output in outputs.items():
+        sites = [line.split()[1:] for line in output.splitlines() if line.startswith("site ")]
+        for place, (address, kind, order, fail_order) in zip(
+            places_of(programs[name], [site[0] for site in sites]), sites, strict=True
+        ):
+            if not place.startswith("native/"):
+                continue
+            for option, its_order in (("--weaken", order), ("--weaken-failure", fail_order)):
+                if weaker_than(its_order, kind) and (option == "--weaken" or kind == "cas"):
+                    its_kind = "load" if option == "--weaken-failure" else kind
+                    found[Order(place, 0, option, its_kind, its_order)][name].append(address)
+    return found
+
+
+def resolve(name: str, program: Path, output: str) -> str:
+    """The output with a line of the sources for every address."""
+    addresses = re.findall(r"@(0x[0-9a-f]+)", output)
+    for address, place in zip(addresses, places_of(program, addresses), strict=True):
+        output = output.replace(f"@{address}", place, 1)
+    return f"{name}: {output}"
+
+
+def main() -> int:
+    """Exit code 0: all as it should be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="every order, without a limit on executions")
+    parser.add_argument("--only", help="this program")
+    parser.add_argument("--build", type=Path, default=ROOT / "build" / "proof-memory")
+    parser.add_argument("--jobs", type=int, default=1)
+    options = parser.parse_args()
+    programs = compile_all(options.build)
+    if options.only:
+        programs = {options.only: programs[options.only]}
+    depth = ["--full"] if options.full else []
+    failed = 0
+    outputs: dict[str, str] = {}
+    for name, program in programs.items():
+        code, output = run(program, ["--sites", *depth], 3600)
+        outputs[name] = output
+        print("".join(f"{line}\n" for line in output.splitlines() if not line.startswith("site ")), end="", flush=True)
+        if code != 0:
+            print(resolve(name, program, output))
+            failed += 1
+    if failed:
+        return 1
+    mutants = [
+        (order, weaker, by_program)
+        for order, by_program in sorted(orders_of(programs, outputs).items())
+        for weaker in weaker_than(order.order, order.kind)
+    ]
+    chosen = mutants if options.full else mutants[:: max(1, len(mutants) // 8)]
+
+    def find(mutant: tuple[Order, str, dict[str, list[str]]]) -> str:
+        order, weaker, by_program = mutant
+        for name, addresses in by_program.items():
+            arguments = [word for address in addresses for word in (order.option, f"{address}={weaker}")]
+            code, output = run(programs[name], arguments, MUTANT_TIMEOUT_S)
+            if code == 1:
+                told = next(line for line in output.splitlines() if "FAILED" in line)
+                return f"{name}: {told.replace(' FAILED:', '')}"
+        return ""
+
+    listed = {}
+    for line in (HERE / "unneeded.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            key, _, reason = line.partition("  ")
+            listed[key] = reason.strip()
+    reached = set()
+    start = time.monotonic()
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for (order, weaker, _), by in zip(chosen, pool.map(find, chosen), strict=True):
+            what = "failing " if order.option == "--weaken-failure" else ""
+            file, _, line = order.place.rpartition(":")
+            text = (ROOT / file).read_text().splitlines()[int(line) - 1].strip()
+            key = f"{file}: {text}: {what}{order.order} to {weaker}"
+            reached.add(key)
+            told = by or (f"not found, listed: {listed[key]}" if key in listed else "NOT FOUND")
+            print(f"{order.place}: {what}{order.kind} {order.order} to {weaker}: {told}", flush=True)
+            if bool(by) == (key in listed):
+                failed += 1
+                print(f"    {key}")
+    print(f"{len(chosen)} of {len(mutants)} orders in {time.monotonic() - start:.0f} s, {failed} not as they should be")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
