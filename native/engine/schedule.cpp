@@ -209,7 +209,8 @@ void Schedule::make_ready(std::uint32_t slot, std::int32_t priority) {
 bool Schedule::available(std::uint32_t index) const {
   if (world_.has_link()) return is_published(index);  // it decides for all ranks of this host
   // The rank that decides an entry publishes it before it takes its tensors off the count; so a rank that sees no
-  // tensor, and then no entry, has seen all there is, in this order and with one total order of these accesses.
+  // tensor, and then no entry, has seen all there is, in this order and with one total order of these accesses. Who has
+  // looked at its bell before would see so with acquire and release, too.
   return world_.ready.count.load(std::memory_order_seq_cst) != 0 || devices_have_tensors_and_room() ||
          world_.head.load(std::memory_order_seq_cst) != index;
 }

@@ -112,7 +112,8 @@ std::optional<std::uint32_t> TensorTable::take_slot() {
     world_.clock_hand = (world_.clock_hand + 1) % kSlots;
     Slot& slot = world_.slots[candidate];
     // Acquire, both: a rank counts an announcement in its mark before it goes into `state`, so those in `state` are
-    // seen to be under way; and a completed operation has read the slot before it changes hands.
+    // seen to be under way; and a completed operation has read the slot before it changes hands. Every rank takes part
+    // in every operation, and so knows that already; the orders cost nothing here.
     std::uint64_t state = slot.state.load(std::memory_order_acquire);
     if (is_under_way(state) || is_busy(candidate)) continue;
     // Fails when an operation was announced since, even if it is complete: `state` counts operations, modulo 2^16.
@@ -165,14 +166,15 @@ TensorTable::Outcome TensorTable::announce(const SlotHandle& handle, const Reque
   stage_inline(handle.slot, request, watched);
   add(own.announced, 1);
 
-  // Acquire: while the slot is still this name's, no other rank reads what was written above.
-  std::uint64_t state = slot.state.load(std::memory_order_acquire);
+  // Relaxed, also where the exchange fails: the one that succeeds acquires. While the slot is still this name's, no
+  // other rank reads what was written above.
+  std::uint64_t state = slot.state.load(std::memory_order_relaxed);
   while (version_of(state) == handle.version) {
     const bool last_here = announced_of(state) + 1 == world_.ranks;
     const bool last = last_here && !world_.has_link();
     const std::uint64_t next = last ? pack(handle.version, operations_of(state) + 1, 0) : state + 1;
     // Release: publishes the announcement. Acquire: the last rank sees the announcements of all others.
-    if (slot.state.compare_exchange_weak(state, next, std::memory_order_acq_rel)) {
+    if (slot.state.compare_exchange_weak(state, next, std::memory_order_acq_rel, std::memory_order_relaxed)) {
       if (last) return decide(handle.slot, request);
       if (!last_here) return Outcome::kWaiting;
       slot.priority = request.priority;
@@ -269,7 +271,7 @@ std::optional<std::uint32_t> TensorTable::announce_early(std::string_view name, 
     if (!found) return std::nullopt;
     Mark& own = world_.mark(found->slot, world_.ranks);
     std::atomic<std::uint64_t>& shared = world_.slots[found->slot].state;
-    std::uint64_t state = shared.load(std::memory_order_acquire);  // Acquire, and all else, as in announce().
+    std::uint64_t state = shared.load(std::memory_order_relaxed);  // Relaxed, and all else, as in announce().
     if (version_of(state) != found->version) continue;
     if (announced_of(state) == world_.ranks) return std::nullopt;
     if ((state & kAnnouncedEarly) != 0) return found->slot;
@@ -284,7 +286,7 @@ std::optional<std::uint32_t> TensorTable::announce_early(std::string_view name, 
 
 void TensorTable::complete(std::uint32_t slot) {
   Mark& own = world_.mark(slot, rank_);
-  // Release: what this rank read of the slot is read before a new name takes it.
+  // Release: what this rank read of the slot is read before a new name takes it; see take_slot().
   own.completed.store(own.completed.load(std::memory_order_relaxed) + 1, std::memory_order_release);
 }
 
@@ -407,8 +409,8 @@ bool TensorTable::reduce_inline(std::uint32_t slot, const Request& request) {
 void tell_inline(World& world, std::uint32_t slot, int rank) {
   for (int r = 0; r < world.ranks; ++r) {
     if (r == rank) continue;
-    // Release and acquire: publishes the result, and comes before or after stop_watching().
-    if (world.mark(slot, r).watch.exchange(Mark::kDone, std::memory_order_acq_rel) == Mark::kWatched) continue;
+    // Release: publishes the result. Either this or stop_watching() comes first.
+    if (world.mark(slot, r).watch.exchange(Mark::kDone, std::memory_order_release) == Mark::kWatched) continue;
     world.rank(r).inbox.put(slot);
     world.rank(r).bell.ring();
   }
@@ -416,8 +418,8 @@ void tell_inline(World& world, std::uint32_t slot, int rank) {
 
 bool stop_watching(World& world, int rank, std::uint32_t slot) {
   std::uint32_t watched = Mark::kWatched;
-  // Acquire: when it fails the result is there. Release: as the rank's announcement.
-  return world.mark(slot, rank).watch.compare_exchange_strong(watched, Mark::kInbox, std::memory_order_acq_rel);
+  // Acquire: when it fails the result is there. Otherwise nothing is read.
+  return world.mark(slot, rank).watch.compare_exchange_strong(watched, Mark::kInbox, std::memory_order_acquire);
 }
 
 bool take_inline(World& world, int rank, std::uint32_t slot, const Request& request) {

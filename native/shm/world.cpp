@@ -21,7 +21,8 @@ std::string_view utf8_prefix(std::string_view text, std::size_t bytes) {
   return text.substr(0, bytes);
 }
 
-void SharedText::write(std::string_view text) {
+template <std::size_t kWords>
+void TextOf<kWords>::write(std::string_view text) {
   char bytes[kBytes]{};
   const std::string_view shown = utf8_prefix(text, sizeof(bytes));
   std::memcpy(bytes, shown.data(), shown.size());
@@ -36,7 +37,8 @@ void SharedText::write(std::string_view text) {
   version_.store(version + 2, std::memory_order_release);  // publishes the words
 }
 
-std::string SharedText::read() const {
+template <std::size_t kWords>
+std::string TextOf<kWords>::read() const {
   char bytes[kBytes];
   const std::uint32_t version = version_.load(std::memory_order_acquire);
   for (std::size_t i = 0; i < kWords; ++i) {
@@ -46,6 +48,8 @@ std::string SharedText::read() const {
   if (version % 2 != 0 || version_.load(std::memory_order_relaxed) != version) return "";
   return std::string(bytes, strnlen(bytes, sizeof(bytes)));
 }
+
+template class TextOf<30>;
 
 std::string describe_shape(const Signature& signature) {
   std::string text = "(";

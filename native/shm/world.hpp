@@ -43,9 +43,9 @@ struct Thresholds {
 enum class Presence : std::uint32_t { kAbsent = 0, kJoined = 1, kLeft = 2 };
 
 // A short text: one thread writes, any thread of any rank reads.
-class SharedText {
+template <std::size_t kWords>
+class TextOf {
  public:
-  static constexpr std::size_t kWords = 30;
   static constexpr std::size_t kBytes = kWords * sizeof(std::uint64_t);
 
   void write(std::string_view text);
@@ -56,6 +56,7 @@ class SharedText {
   std::atomic<std::uint32_t> version_;  // odd while it is being written
   std::atomic<std::uint64_t> words_[kWords];
 };
+using SharedText = TextOf<30>;
 
 // What a rank is doing: written by its watcher, of ranks on other hosts by the link.
 struct Doing {

@@ -60,9 +60,9 @@ struct Location {
   std::vector<int> order;         // numbers of messages, in modification order
 };
 
-enum class Kind { kLoad, kStore, kRmw, kCas, kFence, kWait, kWake, kWoken, kBlocked, kDeath, kPlain };
-const char* const kKinds[] = {"load", "store", "rmw",     "cas",   "fence",       "futex_wait",
-                              "wake", "woken", "blocked", "death", "plain access"};
+enum class Kind { kLoad, kStore, kRmw, kCas, kFence, kWait, kWake, kWoken, kBlocked, kDeath, kBegin, kPlain };
+const char* const kKinds[] = {"load", "store", "rmw",     "cas",   "fence", "futex_wait",
+                              "wake", "woken", "blocked", "death", "begin", "plain access"};
 
 struct Op {
   Kind kind = Kind::kPlain;
@@ -109,6 +109,7 @@ struct Sleep {
 
 struct Node {
   int thread, choice, choices;
+  bool is_quiet;  // before all threads have begun
   unsigned enabled, backtrack, done, asleep;
   Sleep sleep;
   std::array<std::uint16_t, kMaxThreads> messages;  // of the location that each thread would read
@@ -146,7 +147,12 @@ View sc;
 std::vector<Node> path;
 std::size_t depth = 0;
 int running = -1, crashed = -1, spurious = 0;
-bool reduces = true, is_pruned = false;
+// What every thread knows after Kind::kBegin.
+struct {
+  View view;
+  Steps steps;
+} begun;
+bool reduces = true, is_pruned = false, is_quiet = false;
 std::uint32_t run = 0;
 std::vector<std::pair<Word*, Word>> undo;
 std::string error, outcome_text;
@@ -316,6 +322,7 @@ bool excludes_reverse(const Op& first, const Op& second) {
   if (first.is_futex() && second.is_futex()) return true;
   if (first.reads()) return second.writes();
   if (!first.writes()) return false;
+  if (second.kind == Kind::kCas) return true;  // also one that fails: it may succeed if it comes first
   const bool are_sc = is_sc(first.order) && is_sc(second.order);
   if (second.reads()) return are_sc;
   return second.writes() && (are_sc || first.kind != Kind::kStore || second.kind != Kind::kStore);
@@ -329,6 +336,10 @@ bool can_run(int number) {
     const Thread& other = threads[thread.pending.operand];
     return other.is_finished || other.is_dead;
   }
+  if (thread.pending.kind == Kind::kBegin) {
+    const auto begins = [](const Thread& one) { return one.pending.kind == Kind::kBegin || !is_quiet; };
+    return std::all_of(threads.begin(), threads.end(), begins);
+  }
   if (thread.pending.kind != Kind::kBlocked) return true;
   return std::any_of(thread.seen.begin(), thread.seen.end(),
                      [](const auto& seen) { return locations[seen.first].order.back() != seen.second; });
@@ -336,10 +347,6 @@ bool can_run(int number) {
 
 std::uint16_t messages_for(const Op& op) {
   return op.kind == Kind::kLoad ? static_cast<std::uint16_t>(locations[op.location].messages.size()) : 0;
-}
-
-bool is_covered(const Sleep& sleep, int number) {
-  return (sleep.threads >> number & 1) != 0 && messages_for(threads[number].pending) == sleep.covered[number];
 }
 
 // The lowest place in modification order that an access of this order may read, or write behind.
@@ -370,6 +377,16 @@ void find_choices(const Thread& thread, const Op& op, std::vector<int>& choices)
     choices.assign(sleepers.begin(), sleepers.end());
   }
   if (choices.empty()) choices.push_back(0);
+}
+
+// Whether all that the thread may do next has been explored.
+bool is_covered(const Sleep& sleep, int number) {
+  const Op& op = threads[number].pending;
+  if ((sleep.threads >> number & 1) == 0) return false;
+  if (op.kind != Kind::kLoad) return true;
+  static std::vector<int> choices;
+  find_choices(threads[number], op, choices);
+  return std::all_of(choices.begin(), choices.end(), [&](int message) { return message < sleep.covered[number]; });
 }
 
 void learn(Thread& thread, int location, int number, int order) {
@@ -478,6 +495,17 @@ void do_step(int number, Op& op, int choice) {
         if (step >= 0) join(thread.steps, path[step].steps);
       }
       break;
+    case Kind::kBegin:
+      for (const Thread& other : threads) {
+        if (!is_quiet) break;
+        join(sc, other.now, false);
+        join(begun.view, other.now);
+        join(begun.steps, other.steps);
+      }
+      is_quiet = false;
+      join(thread.now, begun.view);
+      join(thread.steps, begun.steps);
+      break;
     case Kind::kWoken:
     case Kind::kPlain:
       break;
@@ -509,7 +537,7 @@ unsigned initials(std::size_t i, std::size_t at, int number, const Steps& needed
 void find_races(int number, const Op& op, std::size_t at, Steps& steps, const Steps& read) {
   for (std::size_t i = at; i-- > 0;) {
     Node& node = path[i];
-    if (node.thread == number || is_before(i, steps) || !excludes_reverse(node.op, op)) continue;
+    if (node.is_quiet || node.thread == number || is_before(i, steps) || !excludes_reverse(node.op, op)) continue;
     Steps needed = steps;
     join(needed, read);
     const unsigned first = initials(i, at, number, needed);
@@ -536,6 +564,8 @@ void begin_execution() {
   crashed = -1;
   spurious = 0;
   is_pruned = false;
+  is_quiet = program->begins;
+  std::memset(&begun, 0, sizeof(begun));
   outcome_text.clear();
   for (std::size_t t = 0; t < threads.size(); ++t) {
     Thread& thread = threads[t];
@@ -560,27 +590,26 @@ void take_step(Node& node, Sleep& sleep) {
   const int number = node.thread;
   Thread& thread = threads[number];
   Op op = thread.pending;
+  if (depth + 1 < path.size() && (node.op.site != op.site || node.op.address != op.address)) {
+    return fail("an execution went another way than before");
+  }
   if (op.kind == Kind::kWait) join(thread.now, buckets[op.address].view);
   static std::vector<int> choices;
   find_choices(thread, op, choices);
   // A load that spins.
-  const bool spins = thread.last_site == op.site && thread.last_location == op.location && thread.repeats >= kRepeats &&
-                     (op.kind == Kind::kLoad || op.kind == Kind::kCas) &&
+  const bool spins = program->spins && thread.last_site == op.site && thread.last_location == op.location &&
+                     thread.repeats >= kRepeats && (op.kind == Kind::kLoad || op.kind == Kind::kCas) &&
                      std::find(choices.begin(), choices.end(), thread.last_message) != choices.end();
   if (spins) choices.assign(1, thread.last_message);
   const bool is_partly_covered = (sleep.threads >> number & 1) != 0 && op.kind == Kind::kLoad;
   if (is_partly_covered) {
     const auto is_old = [&](int message) { return message < sleep.covered[number]; };
     choices.erase(std::remove_if(choices.begin(), choices.end(), is_old), choices.end());
-    if (choices.empty()) {
-      is_pruned = true;
-      node.choices = 1;
-      return;
-    }
   }
   if (op.kind == Kind::kWait && spurious < program->spurious_wakes) choices.push_back(kSpurious);
   const bool may_die = (program->mortal >> number & 1) != 0 && crashed < 0 && op.kind != Kind::kWoken;
   if (may_die && !is_partly_covered && !spins) choices.push_back(kCrash);
+  if (node.is_quiet) choices.resize(1);
   node.choices = static_cast<int>(choices.size());
   const int choice = choices[node.choice];
 
@@ -693,7 +722,8 @@ void run_execution() {
       }
       const int last = depth > 0 ? path[depth - 1].thread : 0;
       node.thread = (awake >> last & 1) != 0 ? last : __builtin_ctz(awake);
-      node.backtrack = reduces ? 1U << node.thread : enabled;
+      node.is_quiet = is_quiet;
+      node.backtrack = reduces || is_quiet ? 1U << node.thread : enabled;
       path.push_back(node);
     }
     Node& node = path[depth];
@@ -867,6 +897,12 @@ void until(const std::function<bool()>& holds) {
   }
 }
 
+void begin() {
+  Op op;
+  op.kind = Kind::kBegin;
+  step(op);
+}
+
 bool died(int number) {
   Op op;
   op.kind = Kind::kDeath;
@@ -1000,7 +1036,8 @@ long __wrap_syscall(long number, ...) {
   const int operation = va_arg(list, int);
   const auto value = va_arg(list, std::uint32_t);
   va_end(list);
-  if (number != SYS_futex || !is_watched(word)) return 0;
+  if (number != SYS_futex) return errno = ENOSYS, -1;
+  if (!is_watched(word)) return 0;
   Op op = make(operation == FUTEX_WAIT ? Kind::kWait : Kind::kWake, word, 4, __ATOMIC_RELAXED, SITE);
   op.operand = op.expected = value;
   step(op);

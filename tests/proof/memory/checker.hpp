@@ -49,6 +49,8 @@ class Program {
   std::function<void()> end;  // after all threads: with the last value of each location
   unsigned mortal = 0;
   bool sleeps_end = false;  // by their limit, once nothing else happens; otherwise a sleep without end is an error
+  bool spins = true;        // what reads the same three times in a row is a loop that goes on reading it
+  bool begins = false;      // all threads call begin()
   bool is_large = false;    // takes more than seconds: only with --full
   int spurious_wakes = 0;   // so many sleeps of an execution may end early
 
@@ -67,6 +69,9 @@ struct Litmus {
 void require(bool holds, const char* what);
 // Waits until `holds()`, a look at shared memory that changes nothing.
 void until(const std::function<bool()>& holds);
+// Until all threads have come here, they take their steps in one order, which leaves the memory as it is at some
+// moment.
+void begin();
 // Waits until thread `number` has died or has ended, as a pidfd tells; returns whether it died.
 bool died(int number);
 

@@ -2,6 +2,7 @@
 // the same as one over all orders of steps.
 #include <atomic>
 #include <cstdio>
+#include <random>
 
 #include "checker.hpp"
 
@@ -100,6 +101,72 @@ void run(Program&) {
         [](Memory& m) { m.read[0] = m.y.load(acq), m.read[1] = m.x.load(rlx); }});
 }
 
+// ---- Random programs ----
+
+struct Step {
+  int kind, location, value, order;
+};
+
+int take(const Step& step, Atomic& at) {
+  constexpr std::memory_order kLoads[] = {rlx, acq, sc}, kStores[] = {rlx, rel, sc}, kBoth[] = {rlx, acq_rel, sc};
+  int expected = step.value - 1;
+  switch (step.kind) {
+    case 0:
+    case 1:
+      return at.load(kLoads[step.order]);
+    case 2:
+      at.store(step.value, kStores[step.order]);
+      return 0;
+    case 3:
+      return at.fetch_add(1, kBoth[step.order]);
+    case 4:
+      at.compare_exchange_strong(expected, step.value, kBoth[step.order], kLoads[step.order]);
+      return expected;
+    default:
+      std::atomic_thread_fence(kBoth[step.order]);
+      return 0;
+  }
+}
+
+// The reduced search finds the outcomes of the full one.
+void run_random(Program&) {
+  std::mt19937 random(1);
+  const auto draw = [&random](int n) { return static_cast<int>(random() % static_cast<unsigned>(n)); };
+  constexpr int kPrograms = 1000, kSteps = 3;
+  long executions[2] = {};
+  for (int number = 0; number < kPrograms; ++number) {
+    Program program;
+    Memory& memory = program.shared_zeros<Memory>();
+    program.spins = false;
+    const int threads = 2 + draw(2);
+    for (int t = 0; t < threads; ++t) {
+      std::vector<Step> steps;
+      for (int i = 0; i < kSteps - (threads == 3 ? 1 : 0); ++i) {
+        steps.push_back({draw(6) < 5 ? draw(5) : 5, draw(2), 1 + draw(2), draw(3)});
+      }
+      program.thread([&memory, steps, t] {
+        for (const Step& step : steps) {
+          memory.read[t] = memory.read[t] * 5 + take(step, step.location == 0 ? memory.x : memory.y);
+        }
+      });
+    }
+    program.end = [&memory, threads] {
+      std::string text = std::to_string(memory.x.load()) + " " + std::to_string(memory.y.load());
+      for (int t = 0; t < threads; ++t) text += " " + std::to_string(memory.read[t]);
+      outcome(text);
+    };
+    std::vector<std::string> found[2];
+    for (const bool reduces : {false, true}) {
+      Explored explored = explore(program, reduces);
+      executions[reduces] += explored.executions;
+      found[reduces] = std::move(explored.outcomes);
+    }
+    if (found[0] != found[1]) throw "the reduced search misses an outcome of program " + std::to_string(number);
+  }
+  std::printf("  %d random programs: %ld executions, %ld without reduction\n", kPrograms, executions[1], executions[0]);
+}
+
+const Litmus random_programs("random programs", run_random);
 const Litmus all("classic litmus programs", run);
 
 }  // namespace

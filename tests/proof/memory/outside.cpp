@@ -20,3 +20,6 @@ void widen(DType, const void*, void*, std::size_t) {}
 void ring_link(World&) {}
 
 }  // namespace kvstore_hvd
+
+// A descriptor that no execution leaves open.
+extern "C" int __wrap_eventfd(unsigned, int) { return 1 << 20; }
