@@ -1,5 +1,5 @@
 // A stateless model checker of the C11 memory model, for the engine's own objects: its sources are compiled with
-// -fsanitize=thread, and checker.cpp takes the place of ThreadSanitizer's runtime. It so sees every atomic access, with
+// -fsanitize=thread, and runtime.cpp takes the place of ThreadSanitizer's runtime. It so sees every atomic access, with
 // its order and its line, and every plain access, and decides what each load reads.
 //
 // Semantics: messages, timestamps and views, as in the promising semantics without promises (Kang, Hur, Lahav,

@@ -27,7 +27,8 @@ SOURCES = (
     *("engine/device_queue", "engine/algorithms/algorithm", "engine/algorithms/allreduce"),
     *("engine/algorithms/exchange", "engine/algorithms/link_sum"),
 )
-PROGRAMS = sorted(path.stem for path in HERE.glob("*.cpp") if path.stem not in ("checker", "outside"))
+CHECKER = ("model", "search", "runtime", "main")
+PROGRAMS = sorted(path.stem for path in HERE.glob("*.cpp") if path.stem not in (*CHECKER, "outside"))
 FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", f"-I{ROOT / 'native'}", f"-I{HERE}"]
 CHECKED = ["-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-builtin", "-Wno-tsan"]
 CLOCK = "_ZNSt6chrono3_V212steady_clock3nowEv"
@@ -61,7 +62,7 @@ def compile_all(build: Path) -> dict[str, Path]:
     newest = max(path.stat().st_mtime for path in [*ROOT.glob("native/**/*.hpp"), *HERE.glob("*.hpp"), Path(__file__)])
     jobs = [(ROOT / "native" / f"{name}.cpp", CHECKED) for name in SOURCES]
     jobs += [(HERE / f"{name}.cpp", CHECKED) for name in (*PROGRAMS, "outside")]
-    jobs.append((HERE / "checker.cpp", ["-O2", "-Wno-mismatched-new-delete"]))
+    jobs += [(HERE / f"{name}.cpp", ["-O2", "-Wno-mismatched-new-delete"]) for name in CHECKER]
 
     def compile_one(source: Path, flags: list[str]) -> Path:
         target = build / f"{source.parent.name}-{source.stem}.o"
@@ -75,7 +76,7 @@ def compile_all(build: Path) -> dict[str, Path]:
     theirs = [ROOT / "native" / f"{name}.cpp" for name in SOURCES] + [HERE / "outside.cpp"]
     subprocess.run(["ar", "rcs", str(core), *(str(objects[source]) for source in theirs)], check=True)
     for name in PROGRAMS:
-        parts = [str(objects[HERE / "checker.cpp"]), str(objects[HERE / f"{name}.cpp"]), str(core)]
+        parts = [*(str(objects[HERE / f"{part}.cpp"]) for part in (*CHECKER, name)), str(core)]
         subprocess.run(["g++", *parts, *LINK, "-o", str(build / name)], check=True)
     return {name: build / name for name in PROGRAMS}
 
@@ -170,9 +171,8 @@ def main() -> int:
 
     listed = {}
     for line in (HERE / "unneeded.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            key, _, reason = line.partition("  ")
-            listed[key] = reason.strip()
+        if entry := re.fullmatch(r"(.*: (?:failing )?\w+ to \w+)  (.*)", line):
+            listed[entry[1]] = entry[2]
     survived = set()
     start = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:

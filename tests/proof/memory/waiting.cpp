@@ -21,8 +21,8 @@ void wait_for(Shared& shared, Flag& flag, std::uint32_t target) {
   }
 }
 
-const Litmus post("two posts, two sleepers", [](Program& program) {
-  program.is_large = true;
+// A rank posts twice; sleepers await the second post, or one after the other.
+void define_posts(Program& program, int sleepers, bool one_by_one) {
   Shared& shared = program.shared_zeros<Shared>();
   program.thread([&] {
     for (std::uint32_t step : {0, 1}) {
@@ -30,29 +30,25 @@ const Litmus post("two posts, two sleepers", [](Program& program) {
       shared.flag.post(step + 1);
     }
   });
-  for (int sleepers = 0; sleepers < 2; ++sleepers) {
-    program.thread([&] {
-      wait_for(shared, shared.flag, 2);
-      require(shared.data[0] + shared.data[1] == 2, "data");
+  for (int sleeper = 0; sleeper < sleepers; ++sleeper) {
+    program.thread([&shared, one_by_one] {
+      for (std::uint32_t step : {0, 1}) {
+        if (step == 0 && !one_by_one) continue;
+        wait_for(shared, shared.flag, step + 1);
+        require(shared.data[0] == 1 && shared.data[step] == 1, "data");
+      }
     });
   }
-});
+}
 
-const Litmus post_one_by_one("two posts, a sleeper for each", [](Program& program) {
-  Shared& shared = program.shared_zeros<Shared>();
+const Litmus posts("two posts, a sleeper for the second", [](Program& program) { define_posts(program, 1, false); });
+const Litmus posts_one_by_one("two posts, a sleeper for each", [](Program& program) {
   program.spurious_wakes = 1;
-  program.thread([&] {
-    for (std::uint32_t step : {0, 1}) {
-      shared.data[step] = 1;
-      shared.flag.post(step + 1);
-    }
-  });
-  program.thread([&] {
-    for (std::uint32_t step : {0, 1}) {
-      wait_for(shared, shared.flag, step + 1);
-      require(shared.data[step] == 1, "data");
-    }
-  });
+  define_posts(program, 1, true);
+});
+const Litmus two_sleepers("two posts, two sleepers", [](Program& program) {
+  program.is_large = true;
+  define_posts(program, 2, false);
 });
 
 // The bell, and an inbox: two ring, the owner looks, and sleeps when there is nothing.

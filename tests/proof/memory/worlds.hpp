@@ -61,4 +61,7 @@ struct Rank {
   Schedule schedule{world, alarm};
 };
 
+// The slot of a name, made before the threads begin.
+inline SlotHandle make_slot(World& world, const char* name = "a") { return *Rank(world, 0).table.find(name); }
+
 }  // namespace proof
