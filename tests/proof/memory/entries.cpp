@@ -98,6 +98,11 @@ const Litmus two_shot("two-shot",
                       [](Program& program) { define(program, 2, 1, 32, false, Begin::kPublished, all_two_shot); });
 const Litmus direct("direct: parts that ranks claim",
                     [](Program& program) { define(program, 2, 1, 16, true, Begin::kPublished, two_parts); });
+const Litmus one_shot_of_three("one-shot, three ranks", [](Program& program) {
+  define(program, 3, 1, 1, false, Begin::kPublished, all_one_shot);
+});
+const Litmus direct_of_three("direct, three ranks",
+                             [](Program& program) { define(program, 3, 1, 16, true, Begin::kPublished, two_parts); });
 const Litmus stages("one-shot, staging memory used anew",
                     [](Program& program) { define(program, 2, 7, 1, false, Begin::kPublished, all_one_shot, 3); });
 
