@@ -48,11 +48,13 @@ class Program {
   std::vector<std::function<void()>> threads;
   std::function<void()> end;  // after all threads: with the last value of each location
   unsigned mortal = 0;
-  bool sleeps_end = false;  // by their limit, once nothing else happens; otherwise a sleep without end is an error
-  bool spins = true;        // what reads the same three times in a row is a loop that goes on reading it
-  bool begins = false;      // all threads call begin()
-  bool is_large = false;    // takes more than seconds: only with --full
-  int spurious_wakes = 0;   // so many sleeps of an execution may end early
+  // By their limit, once nothing else happens; from then on not every order is tried. Otherwise a sleep without end is
+  // an error.
+  bool sleeps_end = false;
+  bool spins = true;       // what reads the same three times in a row is a loop that goes on reading it
+  bool begins = false;     // all threads call begin()
+  bool is_large = false;   // takes more than seconds: only with --full
+  int spurious_wakes = 0;  // so many sleeps of an execution may end early
 
  private:
   static void* allocate(std::size_t bytes, std::size_t alignment);
