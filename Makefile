@@ -102,17 +102,14 @@ fuzz: dev
 	cd tests && $(abspath $(BIN))/kvhvdrun -np 4 $(abspath $(BIN))/python -m pytest -q -m fuzz parallel/test_fuzz.py
 	cd tests && $(abspath $(BIN))/python -m pytest -q -m fuzz integration/test_fuzz.py
 
-# Searches of all that can happen, with more faults than those of `make test`: up to an hour.
-proof: dev
-	cd tests && $(abspath $(BIN))/python -m pytest -q -s -m slow proof
-
 # Planted faults: whether the tests notice what a user would, see tests/faults/README.md.
 faults: dev $(VENV)/.native
 	$(BIN)/python tests/faults/run.py $(FAULTS)
 
-# Proofs by exhaustive search, to the full depth: tests/proof/. Minutes.
-proof: $(STAMP)
+# Exhaustive searches to their full depth, see docs/proof.md: a quarter of an hour. The model of links needs spin (apt).
+proof: dev
 	$(BIN)/python tests/proof/memory/run.py --full --jobs $(JOBS)
+	cd tests && $(abspath $(BIN))/python -m pytest -q -s -m slow proof
 
 # The documentation as a site, with the reference of all public names: build/docs/index.html. A dead link is an error.
 docs: $(VENV)/.docs

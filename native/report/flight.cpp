@@ -26,12 +26,12 @@ std::uint64_t pack(const Work& work, std::uint64_t operation) {
 std::optional<Flight> read(const FlightRecord& record) {
   Flight flight{};
   flight.number = record.number.load(std::memory_order_acquire);
+  flight.completed = record.completed.load(std::memory_order_acquire);  // before what belongs to the end
   const std::uint64_t slot = record.slot.load(std::memory_order_acquire);
   const std::uint64_t operation = record.operation.load(std::memory_order_acquire);
   flight.bytes = record.bytes.load(std::memory_order_acquire);
   flight.announced = record.announced.load(std::memory_order_acquire);
   flight.scheduled = record.scheduled.load(std::memory_order_acquire);
-  flight.completed = record.completed.load(std::memory_order_acquire);
   if (flight.number == 0 || record.number.load(kRelaxed) != flight.number) return std::nullopt;
   flight.slot = static_cast<std::uint32_t>(slot);
   flight.version = static_cast<std::uint32_t>(slot >> 32);
@@ -67,8 +67,9 @@ void FlightRecorder::end(const Work& work, Clock::time_point now) {
   FlightRecord& record = records_[work.record % kFlightRecords];
   if (work.record == 0 || record.number.load(kRelaxed) != work.record) return;  // others have taken its place
   const std::uint64_t algorithm = static_cast<std::uint64_t>(work.algorithm) + 1;
-  record.operation.store(record.operation.load(kRelaxed) | algorithm << 24, kRelaxed);
-  record.scheduled.store(clock_of(work.scheduled), kRelaxed);
+  // Release, as above.
+  record.operation.store(record.operation.load(kRelaxed) | algorithm << 24, std::memory_order_release);
+  record.scheduled.store(clock_of(work.scheduled), std::memory_order_release);
   record.completed.store(clock_of(now), std::memory_order_release);  // publishes them
 }
 

@@ -127,7 +127,8 @@ class Replay {
       options.silence = std::chrono::hours(1);
       host.link = std::make_unique<Link>(host.segment, std::make_shared<End>(wires_, h), options);
     }
-    for (int h = 0; h < kHosts; ++h) hosts_[h].engine = std::make_unique<Engine>(hosts_[h].segment, 0, thread_options());
+    for (int h = 0; h < kHosts; ++h)
+      hosts_[h].engine = std::make_unique<Engine>(hosts_[h].segment, 0, thread_options());
     const auto are_met = [&] {
       return std::all_of(std::begin(hosts_), std::end(hosts_), [](Host& host) { return host.link->missing().empty(); });
     };

@@ -22,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 # The engine's sources that the programs need.
 SOURCES = (
-    *("base/process", "shm/wait", "shm/world", "shm/liveness", "request/request", "report/report"),
+    *("base/process", "shm/wait", "shm/world", "shm/liveness", "request/request", "report/report", "report/flight"),
     *("engine/tensor_table", "engine/mismatch", "engine/schedule", "engine/pending", "engine/pipeline"),
     *("engine/device_queue", "engine/algorithms/algorithm", "engine/algorithms/allreduce"),
     *("engine/algorithms/exchange", "engine/algorithms/link_sum"),
@@ -59,7 +59,7 @@ class Order(NamedTuple):
 def compile_all(build: Path) -> dict[str, Path]:
     """Build what has changed; returns the programs."""
     build.mkdir(parents=True, exist_ok=True)
-    newest = max(path.stat().st_mtime for path in [*ROOT.glob("native/**/*.hpp"), *HERE.glob("*.hpp"), Path(__file__)])
+    newest = max(path.stat().st_mtime for path in [*ROOT.glob("native/**/*.?pp"), *HERE.glob("*.hpp"), Path(__file__)])
     jobs = [(ROOT / "native" / f"{name}.cpp", CHECKED) for name in SOURCES]
     jobs += [(HERE / f"{name}.cpp", CHECKED) for name in (*PROGRAMS, "outside")]
     jobs += [(HERE / f"{name}.cpp", ["-O2", "-Wno-mismatched-new-delete"]) for name in CHECKER]

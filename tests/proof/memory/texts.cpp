@@ -1,4 +1,5 @@
-// Texts and processes that one rank describes and others read; a gate that closes behind the threads inside.
+// Texts, records and processes that one rank describes and others read; a gate that closes behind the threads inside.
+#include "report/flight.cpp"  // for read()
 #include "shm/liveness.hpp"
 #include "shm/world.cpp"  // a shorter text than its own
 #include "worlds.hpp"
@@ -46,6 +47,46 @@ const Litmus presence("a rank joins, others describe its process", [](Program& p
     until([&] { return world.rank(0).presence.load(std::memory_order_relaxed) == Presence::kJoined; });
     Liveness liveness(world, 1, "here", true);
     require(!liveness.poll(std::chrono::milliseconds(0)), "nobody has died");
+  });
+});
+
+std::unique_ptr<Work> work_of(std::size_t count) {
+  Request request;
+  request.count = count;
+  auto work = std::make_unique<Work>(std::make_shared<Request>(request));
+  work->since = Clock::time_point(std::chrono::nanoseconds(10 * count));
+  work->scheduled = Clock::time_point(std::chrono::nanoseconds(10 * count + 1));
+  return work;
+}
+
+// The recorder's next record takes the place of its first one.
+const Litmus record("a record of an operation takes the place of another one", [](Program& program) {
+  World& world = make_world(program, 1);
+  FlightRecorder recorder(world, 0);
+  for (std::uint64_t n = 0; n < kFlightRecords; ++n) {
+    const auto work = work_of(1);
+    recorder.begin(*work, 1, 1, 1);
+    recorder.end(*work, Clock::time_point(std::chrono::nanoseconds(12)));
+  }
+  const FlightRecord& first = world.records(0)[1];
+  program.thread([recorder] {
+    FlightRecorder own = recorder;
+    const auto next = work_of(2);
+    own.begin(*next, 2, 2, 2);
+    own.end(*next, Clock::time_point(std::chrono::nanoseconds(22)));
+  });
+  program.thread([&first] {
+    const auto seen = read(first);
+    if (!seen) return;
+    const std::int64_t n = seen->number == 1 ? 1 : 2;
+    const auto is_or_comes = [&](std::int64_t time, std::int64_t expected) {
+      return time == expected || (n == 2 && time == 0);
+    };
+    require(seen->slot == n && seen->version == n && seen->operation == static_cast<std::uint64_t>(n), "two records");
+    require(seen->bytes == static_cast<std::uint64_t>(4 * n) && seen->announced == 10 * n, "two records in one");
+    require(is_or_comes(seen->scheduled, 10 * n + 1) && is_or_comes(seen->completed, 10 * n + 2),
+            "times of another one");
+    require(seen->completed == 0 || (seen->scheduled != 0 && seen->algorithm), "an end without what belongs to it");
   });
 });
 

@@ -20,7 +20,10 @@ inline World& make_world(Program& program, int ranks, std::uint64_t stage_bytes 
   at.marks = (at.announcements + n * kSlots * sizeof(Announcement) + 63) / 64 * 64;
   at.payload_stride = 64;
   at.payloads = at.marks + n * kSlots * sizeof(Mark);
-  at.staging = at.payloads + n * kSlots * at.payload_stride;
+  at.members = at.payloads + n * kSlots * at.payload_stride;
+  at.records = at.members + n * sizeof(Member);
+  at.records = (at.records + 63) / 64 * 64;
+  at.staging = at.records + n * kFlightRecords * sizeof(FlightRecord);
   at.stage_bytes = stage_bytes;
   at.staging_stride = stage_bytes * kStages;
   at.arenas = at.staging + n * at.staging_stride;
