@@ -9,6 +9,7 @@
    Checked in every execution: none is stuck; hosts publish the same entries in the same order; what is complete
    somewhere was announced by all; what is complete on the host that fails first becomes complete on every other one.
    -DSLICED: each host sums a slice, and waits for the results of the others.
+   -DLAZY: ranks reduce at any time, in place of at once; executions for the replay, which cannot tell them when, do not.
    -DALIKE: an operation ends alike on all hosts. There are executions where it does not, as there must be: a host cannot
    know that another one has failed when it completes an operation.
 
@@ -77,7 +78,7 @@ inline fail() { /* Alarm::raise: what the link has told by now is complete on th
   fi
 }
 
-inline publish(it) { /* the rank reduces at once */
+inline publish(it) {
   if
   :: n_published[h] == n_common -> common[n_common] = it; n_common++
   :: else -> assert(common[n_published[h]] == it)
@@ -127,11 +128,21 @@ inline forget(it) { /* what nobody looks at any more, for fewer states */
   peers_left[it] = 0; peers_failed[it] = 0; has_abort[it] = 0; impatient[it] = 0; abort_arrived[it] = 0
 }
 
+#ifdef LAZY
+#define AT_ONCE false
+#else
+#define AT_ONCE true
+#endif
+inline reduce() { /* the rank does, and its link sends it */
+  n_sent[h]++;
+  TO_OTHERS(sent_p, n_sent[h])
+}
+
 inline step() { /* Link::step after the records */
   do
   :: !failed[h] && h != CONDUCTOR && n_published[h] < n_orders[h] && ready[OF(h, orders[OF(h, n_published[h])])] == ALL ->
     publish(orders[OF(h, n_published[h])])
-  :: !failed[h] && n_sent[h] < n_published[h] -> n_sent[h]++; TO_OTHERS(sent_p, n_sent[h])
+  :: AT_ONCE && !failed[h] && n_sent[h] < n_published[h] -> reduce()
   :: n_summed[h] < n_sent[h] && HAS(got_p, n_summed[h]) ->
     n_summed[h]++;
     RETURN
@@ -220,6 +231,7 @@ inline deliver(from) { /* a message: all records of one step */
   :: MAY(DEPARTURE) && LIVES(q) && !announced[OF(q, 1)] -> d_step { fault = DEPARTURE; skips[OF(q, 1)] = 1 } \
   :: LIVES(q) && silent != NONE && !failed[q] && !(peers_left[q] >> silent & 1) -> \
     d_step { h = q; has_sent = 0; printf("E notice %d %d\n", h, silent); fail(); step() } \
+  :: LIVES(q) && !failed[q] && n_sent[q] < n_published[q] -> d_step { h = q; has_sent = 0; reduce(); step() } \
   FROM(q, 0) FROM(q, 1) FROM(q, 2)
 
 #define FROM(q, f) \

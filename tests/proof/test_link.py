@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["WHOLE", "SLICED"])
+@pytest.mark.parametrize("kind", ["WHOLE", "LAZY", "SLICED"])
 def test_every_execution(kind):
     result = link.verify(kind)
     print(f"{kind}: {result.states} states")
