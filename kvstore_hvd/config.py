@@ -52,6 +52,7 @@ def _choice(*names: str) -> Any:
 
 
 _text = str
+_path = _parser("a path", lambda text: os.path.abspath(text) if text else "")
 _path_or_off = _parser("a path, or 0 (off)", lambda text: "" if text == "0" else text)
 _seconds = _parser("a number of seconds above 0, at most 1e8", float, lambda value: 0 < value <= _LONGEST_S)
 _seconds_or_off = _parser("a number of seconds, 0 (off) to 1e8", float, lambda value: 0 <= value <= _LONGEST_S)
@@ -188,7 +189,7 @@ class Config:
     # File that tells after a failure what the workers did before, by default kvhvd-failure-JOB.json; 0: none.
     failure_file: str = _knob(_path_or_off, "default", "KVHVD_FAILURE_FILE")
     # File of figures for Prometheus, one on each host, written every 5 s.
-    metrics_file: str = _knob(_text, "", "KVHVD_METRICS_FILE")
+    metrics_file: str = _knob(_path, "", "KVHVD_METRICS_FILE")
     verify_every: int = _knob(_count, 0, "KVHVD_VERIFY_EVERY")
     log_level: str = _knob(_level, "warning", "KVHVD_LOG_LEVEL", "HOROVOD_LOG_LEVEL")
     # 1: once kvstore_hvd is imported, `import horovod.mxnet` finds it where Horovod is not installed.

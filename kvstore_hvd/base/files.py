@@ -42,7 +42,10 @@ def open_alone(path: str) -> FileIO:
 
 def failure_path(wanted: str, job: str, folder: str) -> str:
     """The path of the file of a job's failure: the setting ``KVHVD_FAILURE_FILE``, by default in a folder."""
-    return os.path.abspath(os.path.join(folder, f"kvhvd-failure-{job[:16]}.json") if wanted == "default" else wanted)
+    path = os.path.join(folder, f"kvhvd-failure-{job[:16]}.json") if wanted == "default" else wanted
+    with contextlib.suppress(FileNotFoundError):  # the working folder has been deleted
+        path = os.path.abspath(path)
+    return path
 
 
 def failure_file(parts: Iterable[str]) -> bytes:
@@ -52,10 +55,15 @@ def failure_file(parts: Iterable[str]) -> bytes:
 
 def replace(path: str, content: bytes) -> None:
     """Write a small file as a whole or not at all; of several processes at the same time the last one remains."""
-    temporary = f"{path}.{os.getpid()}.new"
+    temporary, rest = f"{path}.{os.getpid()}.new", memoryview(content)
+    if os.path.exists(path) and not os.path.isfile(path):  # such as /dev/null
+        with FileIO(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "w") as file:
+            file.write(content)
+        return
     try:
         with FileIO(os.open(temporary, _NEW, 0o666), "w") as file:
-            file.write(content)
+            while rest:  # a full disk takes a part
+                rest = rest[file.write(rest) :]
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):

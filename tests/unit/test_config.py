@@ -1,6 +1,7 @@
 import importlib
 import io
 import logging
+import os
 import re
 import sys
 
@@ -37,6 +38,7 @@ def _restore():
         ("HOROVOD_THREAD_AFFINITY", "0, 3,1", "thread_affinity", (0, 3, 1)),
         ("KVHVD_SECRET", "ab" * 16, "secret", b"\xab" * 16),
         ("KVHVD_TIMEOUT", "", "timeout_s", 600.0),
+        ("KVHVD_METRICS_FILE", "some/file", "metrics_file", os.path.abspath("some/file")),
     ],
 )
 def test_a_variable_sets_its_field(variable, text, field, value):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvstore_hvd import __version__
+from kvstore_hvd.base import files
 from kvstore_hvd.errors import LaunchError
 from kvstore_hvd.launch import command, horovodrun, hosts
 from kvstore_hvd.launch.daemons import hosts_of_script
@@ -282,6 +283,13 @@ def test_whose_output_passes_through_the_launcher():
         ("--min-np 1", 1),
     ):
         assert plan(*words.split(), "true").capture is bool(passes), words
+
+
+def test_a_deleted_folder_has_jobs(monkeypatch, tmp_path):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    (tmp_path / "folder").rmdir()
+    assert files.failure_path("default", "job", "") == "kvhvd-failure-job.json"
 
 
 def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):
