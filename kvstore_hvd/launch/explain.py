@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kvstore_hvd.base import files
-from kvstore_hvd.errors import LaunchError, message, rank_list
+from kvstore_hvd.errors import LaunchError, message, printable, rank_list
 
 # Time between the two looks that rates are taken from.
 _RATES_S = 1.0
@@ -54,9 +54,13 @@ class Pending(NamedTuple):
 
     text: str
     number: int
-    since: float
-    ranks: list[int]
+    since: dict[int, float]  # by rank
     missing: list[int]
+
+    @property
+    def begin(self) -> float:
+        """When the first of them submitted it."""
+        return min(self.since.values())
 
 
 class Story(NamedTuple):
@@ -84,35 +88,31 @@ class Story(NamedTuple):
                 continue
             known = [rank for rank, worker in self.workers.items() if worker.operations is not None]
             missing = [rank for rank in known if latest[rank].get(name, -1) < number]
-            since = min(one.announced for one in by.values())
-            found.append(Pending(next(iter(by.values())).text, number, since, sorted(by), missing))
-        return sorted(found, key=lambda one: (not one.missing, one.since))
+            since = {rank: one.announced for rank, one in sorted(by.items())}
+            found.append(Pending(next(iter(by.values())).text, number, since, missing))
+        return sorted(found, key=lambda one: (not one.missing, one.begin))
 
 
 def tell(parts: Sequence[Mapping[str, Any]]) -> Story:
-    """The story that parts of one world tell. Raises LaunchError if they are not what `part_of` returns."""
-    try:
-        first = parts[0]
-        failures = [tuple(part["failure"]) for part in parts if part["failure"]]
-        workers: dict[int, Worker] = {}
-        for part in parts:
-            for one in part["workers"]:
-                is_here = bool(one["state"])
-                if is_here or one["rank"] not in workers:
-                    workers[one["rank"]] = _worker(part, one, is_here)
-        hosts = sorted({one["host"] for part in parts for one in part["workers"] if one["host"]})
-        within = f", process set {first['set_number']}" if first["set_number"] else ""
-        count = f"{len(workers)} workers on {', '.join(hosts)}"
-        about = f"job {first['job'] or '?'}, generation {first['generation']}{within}: {count}"
-        cut = [part["host"] for part in parts]
-        if len(cut) < first["hosts"]:
-            about += f" (told by {len(cut)} of {first['hosts']} hosts)"
-        failure = failures[0] if failures else None
-        now, age_s = max(part["time"] for part in parts), max(part["age_s"] for part in parts)
-        return Story(about, failure, now, age_s, dict(sorted(workers.items())))
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        fact = f"this is no file of a failure of this version: {type(error).__name__}: {error}."
-        raise LaunchError(message(fact, fix="use the kvhvdrun of the version that wrote it.")) from None
+    """The story that parts of one world tell."""
+    first = parts[0]
+    failures = [tuple(part["failure"]) for part in parts if part["failure"]]
+    workers: dict[int, Worker] = {}
+    for part in parts:
+        for one in part["workers"]:
+            is_here = bool(one["state"])
+            if is_here or one["rank"] not in workers:
+                workers[one["rank"]] = _worker(part, one, is_here)
+    hosts = sorted({one["host"] for part in parts for one in part["workers"] if one["host"]})
+    within = f", process set {first['set_number']}" if first["set_number"] else ""
+    count = f"{len(workers)} workers on {', '.join(hosts)}"
+    about = f"job {first['job'] or '?'}, generation {first['generation']}{within}: {count}"
+    cut = [part["host"] for part in parts]
+    if len(cut) < first["hosts"]:
+        about += f" (told by {len(cut)} of {first['hosts']} hosts)"
+    failure = failures[0] if failures else None
+    now, age_s = max(part["time"] for part in parts), max(part["age_s"] for part in parts)
+    return Story(about, failure, now, age_s, dict(sorted(workers.items())))
 
 
 def _worker(part: Mapping[str, Any], told: Mapping[str, Any], is_here: bool) -> Worker:
@@ -122,7 +122,8 @@ def _worker(part: Mapping[str, Any], told: Mapping[str, Any], is_here: bool) -> 
     operations = {}
     for kind, number, _, announced, _, completed in told["operations"]:
         name, label, collective = part["kinds"][kind][:3]
-        operations[name, number] = Operation(f"{collective} {label or repr(name)}", at(announced) or 0.0, at(completed))
+        text = f"{collective} {label or repr(name)}".replace("\n", r"\n")
+        operations[name, number] = Operation(text, at(announced) or 0.0, at(completed))
     where = f" ({told['host']}, pid {told['pid']})" if told["pid"] else " (never joined)"
     doing, name = told["doing"], f"rank {told['rank']}{where}"
     return Worker(name, doing, bool(told["is_stopped"]), told["counts"], operations if is_here else None)
@@ -141,11 +142,11 @@ def explain(story: Story) -> str:
     if not pending:
         lines.append("No operation was under way.")
     for one in pending[:1]:
-        who = f"submitted by {rank_list(one.ranks)}, not by {rank_list(one.missing)}" if one.missing else ""
-        who = who or f"submitted by {rank_list(one.ranks)}"
+        who = f"submitted by {rank_list(one.since)}, not by {rank_list(one.missing)}" if one.missing else ""
+        who = who or f"submitted by {rank_list(one.since)}"
         more = f"; {len(pending) - 1} more under way" if len(pending) > 1 else ""
         count = f"number {one.number + 1} of its name"
-        lines.append(f"First that is not over: {one.text}, {count}, {who}, {story.now - one.since:.3g} s before{more}.")
+        lines.append(f"First that is not over: {one.text}, {count}, {who}, {story.now - one.begin:.3g} s before{more}.")
     shown = sorted(workers, key=lambda rank: (not pending or rank not in pending[0].missing, rank))[:_SHOWN]
     lines += [f"  {workers[rank].name} {_where(story, rank, pending)}" for rank in shown]
     if len(workers) > _SHOWN:
@@ -163,10 +164,10 @@ def _where(story: Story, rank: int, pending: Sequence[Pending]) -> str:
         return f"was stopped{line}."
     if worker.operations is None:
         return f"is on a host that has told nothing{line}."
-    own = next((one for one in pending if rank in one.ranks), None)
+    own = next((one for one in pending if rank in one.since), None)
     if own is not None:
         whom = f" for {rank_list(own.missing)}" if own.missing else ""
-        return f"waited in {own.text}{whom}, for {story.now - own.since:.3g} s{line}."
+        return f"waited in {own.text}{whom}, for {story.now - own.since[rank]:.3g} s{line}."
     last = worker.last
     if last is None or last.completed is None:
         return f"has submitted nothing{line}."
@@ -196,7 +197,7 @@ def _advice(story: Story, pending: Sequence[Pending]) -> str:
         return "see the error, and the output of the workers"
     if any(story.workers[rank].is_stopped for rank in missing):
         return f"find who stopped the process of {rank_list(missing)}; `kill -CONT PID` continues it"
-    if any(rank in one.ranks for one in pending for rank in missing):
+    if any(rank in one.since for one in pending for rank in missing):
         return "have all workers submit the same operations, and those that they wait for in the same order"
     if missing:
         return f"see why {rank_list(missing)} did not come: its line above, or `kvhvdrun stacks` while the job runs"
@@ -212,14 +213,14 @@ def _memory_files(name: str) -> Iterator[tuple[int, str]]:
     """The processes of this user that hold a memory file of a name, and a path of it."""
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            if entry.name.isdecimal():
-                for fd in os.scandir(f"{entry.path}/fd"):
-                    if os.readlink(fd.path).startswith(f"/memfd:{name} "):
-                        yield int(entry.name), fd.path
+            for fd in os.listdir(f"{entry.path}/fd") if entry.name.isdecimal() else ():
+                with contextlib.suppress(FileNotFoundError):  # it has just been closed
+                    if os.readlink(f"{entry.path}/fd/{fd}").startswith(f"/memfd:{name} "):
+                        yield int(entry.name), f"{entry.path}/fd/{fd}"
 
 
 def _running(job: str) -> list[list[Any]]:
-    """The segments of the present world of each running job on this host; `job`: of one by its name or a process."""
+    """The segments of the present worlds of running jobs and process sets on this host; `job`: a name or a process."""
     from kvstore_hvd import native
 
     found: dict[tuple[int, int], tuple[Any, Any]] = {}
@@ -236,15 +237,15 @@ def _running(job: str) -> list[list[Any]]:
                     found[key] = segment, segment.snapshot()
                 finally:
                     os.close(fd)
-    jobs: dict[str, dict[int, Any]] = {}
+    worlds: dict[str, dict[int, Any]] = {}  # by job, and ``JOB.setN``
     for key, (segment, shot) in sorted(found.items(), key=lambda each: each[1][1].created):
         is_meant = not job or shot.job.startswith(job) or (job.isdecimal() and int(job) in pids[key])
-        if is_meant and not shot.set_number and any(worker.state == "joined" for worker in shot.workers):
-            world = jobs.setdefault(shot.job, {})
+        if is_meant and any(worker.state == "joined" for worker in shot.workers):
+            world = worlds.setdefault(shot.job, {})
             if world and any(other.snapshot().generation < shot.generation for other in world.values()):
                 world.clear()
             world[shot.host] = segment
-    return [list(world.values()) for world in jobs.values()]
+    return [list(worlds[key].values()) for key in sorted(worlds)]
 
 
 def _parts(segments: Sequence[Any], most: int = 1000) -> list[dict[str, Any]]:
@@ -264,15 +265,17 @@ def status(segments: Sequence[Any]) -> str:
         since = {name: value - before.workers[rank].counts[name] for name, value in worker.counts.items()}
         late = f"{since['last'] / since['compared']:.0%}" if since["compared"] else "-"
         rates = f"{since['operations'] / elapsed:.0f}", f"{since['bytes'] / elapsed / (1 << 20):.1f}"
-        own = next((one for one in pending if rank in one.ranks), None)
+        own = next((one for one in pending if rank in one.since), None)
         doing = worker.doing
         if own is not None:
-            whom = rank_list(own.missing) if own.missing else "the others"
-            doing = f"waits in {own.text} for {whom}, {max(0.0, story.now - own.since):.1f} s; {doing}".rstrip("; ")
+            whom, age_s = rank_list(own.missing) if own.missing else "the others", story.now - own.since[rank]
+            doing = f"waits in {own.text} for {whom}, {max(0.0, age_s):.1f} s; {doing}".rstrip("; ")
         if worker.is_stopped:
             doing = f"is stopped; {doing}".rstrip("; ")
         name = worker.name.removeprefix("rank ")
-        rows.append((name, *rates, f"{min(1.0, since['waited_ns'] / 1e9 / elapsed):.0%}", late, doing))
+        # Of a wait under way nothing is counted.
+        waited = f"{min(1.0, since['waited_ns'] / 1e9 / elapsed):.0%}" if since["operations"] else "-"
+        rows.append((name, *rates, waited, late, doing))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]] for row in rows)
     slow = (f"{story.workers[rank].name} {late}" for rank, late in _slow(story))
@@ -281,7 +284,8 @@ def status(segments: Sequence[Any]) -> str:
 
 def stacks(segments: Sequence[Any]) -> str:
     """The Python stacks of the workers of a running job on this host."""
-    pids = {worker.pid: worker for segment in segments for worker in segment.snapshot().workers if worker.state}
+    shots = [segment.snapshot() for segment in segments]
+    pids = {worker.pid: worker for shot in shots for worker in shot.workers if worker.state}
     told = []
     for pid, path in _memory_files(files.STACKS):
         worker = pids.pop(pid, None)
@@ -331,7 +335,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument("job", metavar="JOB", nargs="?", default="", help="its name, or the pid of a worker [all]")
     options = parser.parse_args(argv[1:])
     if argv[0] == "explain" and options.files:
-        texts = [explain(tell(_read(options.files)))]
+        texts = [_explain_files(options.files)]
     else:
         job = "" if argv[0] == "explain" else options.job
         running = _running(job)
@@ -341,14 +345,23 @@ def main(argv: Sequence[str]) -> int:
         if argv[0] == "explain":
             texts = [explain(tell(_parts(segments))) for segments in running]
         else:
-            texts = [(status if argv[0] == "status" else stacks)(segments) for segments in running]
+            of_all = [segments for segments in running if not segments[0].snapshot().set_number]
+            texts = list(map(status, running)) if argv[0] == "status" else list(map(stacks, of_all))
     with contextlib.suppress(BrokenPipeError):
-        print("\n\n".join(texts), flush=True)
+        print(printable("\n\n".join(texts)), flush=True)
     return 0
 
 
+def _explain_files(paths: Sequence[str]) -> str:
+    try:
+        return explain(tell(_read(paths)))
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+        fact = f"this is no file of a failure of this version: {type(error).__name__}: {error}."
+        raise LaunchError(message(fact, fix="use the kvhvdrun of the version that wrote it.")) from None
+
+
 def _read(paths: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The parts in files, of the latest world; of the process set whose part comes first, if it is not of all."""
+    """The parts in files, of the latest world; of a process set, if the loss of the world of all follows from its."""
     parts: list[Mapping[str, Any]] = []
     for path in paths:
         try:
@@ -358,7 +371,9 @@ def _read(paths: Sequence[str]) -> list[Mapping[str, Any]]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             fact = f"'{path}' cannot be explained: {error}."
             raise LaunchError(message(fact, fix="name a kvhvd-failure-*.json.")) from None
-    latest = max((part.get("generation", 0) for part in parts), default=0)
-    parts = [part for part in parts if part.get("generation", 0) == latest]
-    sets = {part.get("set_number", 0) for part in parts}
-    return [part for part in parts if part.get("set_number", 0) == min(sets)]
+    if len({part["job"] for part in parts}) > 1:
+        raise LaunchError(message("the files are of several jobs.", fix="explain the jobs one by one."))
+    latest = max((part["generation"] for part in parts), default=0)
+    parts = [part for part in parts if part["generation"] == latest]
+    first = min(parts, key=lambda part: (part["failure"][0] == "PeerLostError", part["set_number"]), default=None)
+    return [part for part in parts if first is not None and part["set_number"] == first["set_number"]]

@@ -6,6 +6,7 @@ native/report/flight.hpp. Workers on other hosts are known by their figures, whi
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -76,8 +77,10 @@ def part_of(segment: native.Segment, most: int = _MOST, lines: Mapping[int, str]
         line = (lines or {}).get(worker["rank"])
         worker["doing"] = worker["doing"] or (f"at {line}" if line else "")
     age_s = (shot.now - shot.created) / 1e9
-    about = {"version": __version__, "on": socket.gethostname(), "time": time.time(), "age_s": age_s}
-    return {**shot._asdict(), **about, "kinds": list(kinds), "algorithms": list(algorithms), "workers": workers}
+    about = {"job": shot.job.partition(".set")[0], "version": __version__, "on": socket.gethostname()}
+    times = {"time": time.time(), "age_s": age_s}
+    lists = {"kinds": list(kinds), "algorithms": list(algorithms), "workers": workers}
+    return {**shot._asdict(), **about, **times, **lists}
 
 
 def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callable[[str], None] | None) -> None:
@@ -91,7 +94,7 @@ def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callab
         return
     try:
         most, text = 2 * _MOST, ""
-        while not text or len(text) > _MOST_BYTES:
+        while not text or (most and len(text) > _MOST_BYTES):
             most //= 2
             part = part_of(segment, most, {rank: line})
             text = json.dumps(part, separators=(",", ":"))
@@ -102,11 +105,20 @@ def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callab
         if part["hosts"] > 1:
             root, suffix = os.path.splitext(path)
             path = f"{root}.host{part['host']}{suffix}"
-        files.replace(path, files.failure_file([text]))
+        files.replace(path, files.failure_file([*_told_before(path, part), text]))
     except Exception as error:  # noqa: BLE001 - the failure itself is what the program has to hear of
         log.logger.info("the file of the failure cannot be written: %s: %s", type(error).__name__, error)
     else:
         log.logger.warning("what the workers did before is in %s: see `kvhvdrun explain`", path)
+
+
+def _told_before(path: str, part: Mapping[str, Any]) -> list[str]:
+    """The parts in a file that are of the same world: of a process set, which was lost first."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        with open(path, encoding="utf-8") as file:
+            parts = json.load(file)["parts"]
+        return [json.dumps(each) for each in parts if all(each[of] == part[of] for of in ("job", "generation"))]
+    return []
 
 
 # -- Figures ---------------------------------------------------------------------------------------------------------
@@ -196,7 +208,7 @@ class Observer:
 
     def write_metrics(self) -> None:
         """Write the file of metrics, if there is one."""
-        segment, path = self._engine.segment, os.path.abspath(config().metrics_file)
+        segment, path = self._engine.segment, config().metrics_file
         if segment is None or not self._writes:
             return
         try:

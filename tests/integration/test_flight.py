@@ -1,12 +1,15 @@
 """What the workers of a job did before a failure, and what they do now, as `kvhvdrun` tells it from outside of them."""
 
 import json
+import os
 import re
+import resource
 import signal
 import subprocess
 
 import pytest
 
+from kvstore_hvd.base import files
 from support.launchers import kvhvdrun
 from support.patience import patient
 
@@ -143,8 +146,47 @@ while not os.path.exists('go'):
     assert all(re.fullmatch(r'kvstore_hvd_\w+\{job="\w+"(,rank="\d")?\} [\d.e-]+', each) for each in lines)
 
 
+@pytest.mark.parametrize("hosts", ["", pytest.param("3,1", marks=pytest.mark.alike)])
+def test_a_failure_in_a_process_set_is_told_where_it_began(start, tmp_path, hosts):
+    """The loss of the world of all workers follows from it. Each worker has a wait of its own; names are one line."""
+    file = tmp_path / "failure.json"
+    program = """
+import mxnet as mx
+import kvstore_hvd.mxnet as hvd
+three = hvd.ProcessSet([0, 1, 2])
+hvd.init(process_sets=[three])
+time.sleep({0: 60, 1: 0, 2: 2, 3: 60}[rank])
+hvd.allreduce(mx.nd.ones(2), name='x\\ny', process_set=three).wait_to_read()
+"""
+    start("-np 4", program, KVHVD_FAILURE_FILE=str(file), KVHVD_TIMEOUT="4", KVHVD_TEST_HOSTS=hosts).end(None)
+    text = tell("explain", file)
+    assert re.search(r"generation 0, process set 1: 3 workers on .*\nTimeoutError: rank 1 waited 4 s", text), text
+    first = r"allreduce 'x\\ny', number 1 of its name, submitted by ranks 1-2, not by rank 0, [4-9]"
+    assert re.search(first, text), text
+    (own,) = re.findall(r"rank 2 .* waited in allreduce 'x\\ny' for rank 0, for ([\d.]+) s", text)
+    assert float(own) < 3.5
+
+
+def test_files_replace_no_device_and_are_complete(tmp_path):
+    pipe, small = tmp_path / "pipe", tmp_path / "small"
+    os.mkfifo(pipe)
+    with pytest.raises(OSError, match="No such device"):  # nobody reads it
+        files.replace(str(pipe), b"text")
+    assert pipe.is_fifo()
+    files.replace(str(small), b"old")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):  # like a full disk
+            files.replace(str(small), b"n" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert small.read_bytes() == b"old"
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 def test_what_is_no_file_of_a_failure_is_refused(tmp_path):
     wrong = tmp_path / "wrong.json"
-    for content in ("", "[]", "{}", '{"format": 2, "parts": []}', '{"format": 1, "parts": [{"workers": 3}]}'):
+    for content in ("", "[]", "{}", '{"format": 2, "parts": []}', '{"format": 1, "parts": [3]}', "[" * 100_000):
         wrong.write_text(content)
         assert "Fix: " in tell("explain", wrong, code=2)
