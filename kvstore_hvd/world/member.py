@@ -32,6 +32,8 @@ from kvstore_hvd.world.topology import Host, Place, World, reduce_in_place
 
 # Seconds after an operation's deadline: the engine fails the operation a little later, with a better text.
 _PATIENCE_S = 5.0
+#: Why a worker leaves its world to meet the others again; no failure.
+MEANT = "reset() was called"
 _MEET_AGAIN = "call kvstore_hvd.reset() on every worker to meet again."
 
 
@@ -148,11 +150,11 @@ class Member:
 
     def excuse(self, *, for_all: bool) -> None:
         """Have this worker, or all of this host, write no file of a failure that follows: it is meant, or explained."""
-        self._is_excused = True
         engine = self.present_engine
-        segment = None if engine is None or engine.health() is not None else engine.segment
-        if for_all and segment is not None:
-            segment.claim_failure()
+        failure = None if engine is None else engine.health()
+        self._is_excused = self._is_excused or not for_all or failure is None or MEANT in str(failure)
+        if for_all and failure is None and engine is not None and engine.segment is not None:
+            engine.segment.claim_failure()
 
     def _note_loss(self, connection: Connection) -> None:
         if self._is_excused:

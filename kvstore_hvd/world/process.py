@@ -22,7 +22,7 @@ from kvstore_hvd.world.control import ControlConnection, control_connection
 from kvstore_hvd.world.discover import discover, warn_beside
 from kvstore_hvd.world.exit import ExitWatchdog, early_end, has_failed_by_itself, shorten_tracebacks
 from kvstore_hvd.world.flight import answer_signals
-from kvstore_hvd.world.member import Member, SetMember
+from kvstore_hvd.world.member import MEANT, Member, SetMember
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Place, Topology, World, exchange
 
@@ -164,7 +164,7 @@ class Process:
         with self._lock:
             if self._member.world is None:
                 return self.init()
-            self.leave("reset() was called")
+            self.leave(MEANT)
             return self.meet()
 
     def leave(self, reason: str = "") -> None:

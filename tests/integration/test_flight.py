@@ -167,6 +167,28 @@ hvd.allreduce(mx.nd.ones(2), name='x\\ny', process_set=three).wait_to_read()
     assert float(own) < 3.5
 
 
+def test_a_worker_that_an_elastic_job_replaces_is_explained(start, tmp_path):
+    file = tmp_path / "failure.json"
+    program = """
+import mxnet as mx
+import kvstore_hvd.mxnet as hvd
+from kvstore_hvd import elastic
+hvd.init()
+
+@elastic.run
+def train(state):
+    if not os.path.exists('one') and hvd.rank() == 1:
+        open('one', 'w').close()
+        os.kill(os.getpid(), signal.SIGSTOP)
+    hvd.allreduce(mx.nd.ones(2), name='x').wait_to_read()
+
+train(elastic.ObjectState())
+"""
+    job = start("-np 3 --min-np 2", program, KVHVD_FAILURE_FILE=str(file), KVHVD_TIMEOUT="3").end()
+    assert job.err.count(f"what the workers did before is in {file}") == 1, job.describe()
+    assert re.search(r"(?m)^  rank 1 \(.*\) was stopped", tell("explain", file))
+
+
 def test_files_replace_no_device_and_are_complete(tmp_path):
     pipe, small = tmp_path / "pipe", tmp_path / "small"
     os.mkfifo(pipe)
