@@ -23,6 +23,8 @@ _RATES_S = 1.0
 _STACKS_S, _QUIET_S = 5.0, 0.2
 # Workers and pending operations that are told of one by one.
 _SHOWN = 8
+# Operations of each worker that are told, at most.
+_KNOWN = 1000
 
 
 class Operation(NamedTuple):
@@ -146,7 +148,8 @@ def explain(story: Story) -> str:
         who = who or f"submitted by {rank_list(one.since)}"
         more = f"; {len(pending) - 1} more under way" if len(pending) > 1 else ""
         count = f"number {one.number + 1} of its name"
-        lines.append(f"First that is not over: {one.text}, {count}, {who}, {story.now - one.begin:.3g} s before{more}.")
+        first = "First that is not over" if len(pending) < _KNOWN else f"First of the last {_KNOWN:,} that is not over"
+        lines.append(f"{first}: {one.text}, {count}, {who}, {story.now - one.begin:.3g} s before{more}.")
     shown = sorted(workers, key=lambda rank: (not pending or rank not in pending[0].missing, rank))[:_SHOWN]
     lines += [f"  {workers[rank].name} {_where(story, rank, pending)}" for rank in shown]
     if len(workers) > _SHOWN:
@@ -248,7 +251,7 @@ def _running(job: str) -> list[list[Any]]:
     return [list(worlds[key].values()) for key in sorted(worlds)]
 
 
-def _parts(segments: Sequence[Any], most: int = 1000) -> list[dict[str, Any]]:
+def _parts(segments: Sequence[Any], most: int = _KNOWN) -> list[dict[str, Any]]:
     from kvstore_hvd.world.flight import part_of
 
     return [json.loads(json.dumps(part_of(segment, most))) for segment in segments]
@@ -298,7 +301,10 @@ def stacks(segments: Sequence[Any]) -> str:
 def _stacks_of(pid: int, path: str) -> str:
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            (caught,) = (int(line.split()[1], 16) for line in file if line.startswith("SigCgt:"))
+            fields = {line.partition(":")[0]: line.split()[1:2] for line in file}
+        if fields["State"][0] in ("T", "t"):
+            return "  it is stopped"
+        caught = int(fields["SigCgt"][0], 16)
         if not caught >> (files.STACKS_SIGNAL - 1) & 1:
             return "  it tells no stacks any more"
         with open(path, "rb") as memory:
@@ -315,8 +321,8 @@ def _stacks_of(pid: int, path: str) -> str:
             threads = memory.read().decode(errors="replace").rstrip().split("\n\n")
             # But for this package's own threads.
             text = "\n".join(one for one in threads if not ("/kvstore_hvd/world/" in one and " in _bootstrap" in one))
-        return text or "  it does not answer: is it stopped?"
-    except (OSError, ValueError) as error:
+        return text or "  it does not answer"
+    except (OSError, ValueError, LookupError) as error:
         return f"  {error}"
 
 
