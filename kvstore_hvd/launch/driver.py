@@ -480,12 +480,18 @@ class Driver:
             return
         from kvstore_hvd import timeline  # here, for a quick start
 
+        before = signal.getsignal(signal.SIGINT)
+        if before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a long timeline takes minutes
         try:
             text, parts = timeline.merge(os.path.abspath(path), self._begun_ns)
             for part in parts:
                 os.unlink(part)
         except (OSError, ValueError) as error:
             text = f"the timeline cannot be made of its parts: {error}"
+        except KeyboardInterrupt:
+            text = f"interrupted; `python -m kvstore_hvd.timeline merge {path}` makes the timeline"
+        signal.signal(signal.SIGINT, before)
         for line in text.splitlines():
             self._output.say(line)
 
