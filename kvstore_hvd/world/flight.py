@@ -23,8 +23,9 @@ from kvstore_hvd.config import config
 from kvstore_hvd.native import Counts, Snapshot
 from kvstore_hvd.world.topology import Place
 
-# Operations of each worker in a file, and bytes of a host's part: a message of a worker has at most a mebibyte.
-_MOST, _MOST_BYTES = 1000, 800_000
+# Operations of each worker in a file, and bytes of a host's part: a message of a worker has at most a mebibyte. An
+# operation takes about the last number.
+_MOST, _MOST_BYTES, _ROW_BYTES = 1000, 800_000, 34
 _METRICS_S = 5.0  # between two writings
 
 # A slow worker is reported if it comes last in more than this part of at least so many operations, and the others wait
@@ -93,7 +94,7 @@ def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callab
     if not path or not segment.claim_failure():
         return
     try:
-        most, text = 2 * _MOST, ""
+        most, text = 2 * min(_MOST, _MOST_BYTES // _ROW_BYTES // segment.size), ""
         while not text or (most and len(text) > _MOST_BYTES):
             most //= 2
             part = part_of(segment, most, {rank: line})
