@@ -67,11 +67,6 @@ def early_end(who: str = "") -> str:
     return f"{reason}\n  Fix: {fix}"
 
 
-def has_failed_by_itself() -> bool:
-    """Whether the program ends early, for another reason than a lost world."""
-    return not isinstance(_unhandled() or HorovodInternalError(), HorovodInternalError)
-
-
 def _unhandled() -> BaseException | None:
     # Only unhandled exceptions of the main thread are seen (Ctrl-C among them): an interactive session goes on after
     # them, and ``sys.exit(1)`` leaves no trace.

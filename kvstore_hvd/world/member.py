@@ -32,8 +32,8 @@ from kvstore_hvd.world.topology import Host, Place, World, reduce_in_place
 
 # Seconds after an operation's deadline: the engine fails the operation a little later, with a better text.
 _PATIENCE_S = 5.0
-#: Why a worker leaves its world to meet the others again; no failure.
-MEANT = "reset() was called"
+# In the failure of a world that a worker has left: by an exception, which tells itself, or to meet the others again.
+_EXPLAINED = " ended early: "
 _MEET_AGAIN = "call kvstore_hvd.reset() on every worker to meet again."
 
 
@@ -61,7 +61,7 @@ class Member:
         self.is_waiting = False
         #: Whether this process is a forked child of a worker: it knows the world, and is not in it.
         self.is_forked = False
-        self._is_excused = False  # from writing the file of a failure
+        self._has_told = False  # of a failure
         self._arenas: list[native.Arena] = []  # of this world, and of earlier ones as long as arrays lie in them
         self._namespaces = itertools.count()
         self._labels: dict[str, weakref.WeakMethod[Callable[[str], str]]] = {}  # by namespace
@@ -77,7 +77,7 @@ class Member:
         topology = world.topology
         self.deferred = None
         self._numbers, self._first_number = Counter(), 0
-        self._is_excused = False
+        self._has_told = False
         if topology.size > 1:
             if self.world is not None:
                 self.closed = "this worker could not join the world.", _MEET_AGAIN
@@ -148,18 +148,10 @@ class Member:
         log.logger.debug("left the world")
         return None if reason else self._take_deferred()
 
-    def excuse(self, *, for_all: bool) -> None:
-        """Have this worker, or all of this host, write no file of a failure that follows: it is meant, or explained."""
-        engine = self.present_engine
-        failure = None if engine is None else engine.health()
-        self._is_excused = self._is_excused or not for_all or failure is None or MEANT in str(failure)
-        if for_all and failure is None and engine is not None and engine.segment is not None:
-            engine.segment.claim_failure()
-
     def _note_loss(self, connection: Connection) -> None:
-        if self._is_excused:
+        if self._has_told or _EXPLAINED in str(connection.engine.health()):
             return
-        self._is_excused = True
+        self._has_told = True
         line, rank = program_line(strict=True), self.topology.rank_in_all
         flight.note_loss(connection.engine.segment, line, rank, failure_sender())
 

@@ -20,9 +20,9 @@ from kvstore_hvd.errors import HorovodInternalError, InvalidRequestError, Launch
 from kvstore_hvd.mxnet_compat import hooks
 from kvstore_hvd.world.control import ControlConnection, control_connection
 from kvstore_hvd.world.discover import discover, warn_beside
-from kvstore_hvd.world.exit import ExitWatchdog, early_end, has_failed_by_itself, shorten_tracebacks
+from kvstore_hvd.world.exit import ExitWatchdog, early_end, shorten_tracebacks
 from kvstore_hvd.world.flight import answer_signals
-from kvstore_hvd.world.member import MEANT, Member, SetMember
+from kvstore_hvd.world.member import Member, SetMember
 from kvstore_hvd.world.recorder import Recorder
 from kvstore_hvd.world.topology import Place, Topology, World, exchange
 
@@ -164,15 +164,13 @@ class Process:
         with self._lock:
             if self._member.world is None:
                 return self.init()
-            self.leave(MEANT)
+            self.leave("reset() was called")
             return self.meet()
 
     def leave(self, reason: str = "") -> None:
         """Leave the world, after those of process sets; does nothing without one. Raises as `Member.leave`."""
         # Afterwards no thread of MXNet's writes to arrays any more; if a reason is given, their content is undefined.
         with self._lock:
-            for member in self._members if reason else ():
-                member.excuse(for_all=True)
             self._leave(reason)
 
     def meet(self, cause: str = "reset", text: str = "", comm: Any = None) -> Place:
@@ -395,9 +393,6 @@ class Process:
             return
         raised, rank, limit_s = hooks.raised, self._member.topology.rank, config().exit_timeout_s
         reason = early_end(f"rank {rank}")
-        if has_failed_by_itself():
-            for member in self._members:
-                member.excuse(for_all=False)
         if self._watchdog is not None:
             text = f"rank {rank} left: none of its operations completed within {limit_s:g} s at its exit"
             self._watchdog.leaving(limit_s, self._engines, text, bool(reason))

@@ -189,6 +189,23 @@ train(elastic.ObjectState())
     assert re.search(r"(?m)^  rank 1 \(.*\) was stopped", tell("explain", file))
 
 
+@pytest.mark.parametrize("hosts", ["", pytest.param("2,1", marks=pytest.mark.alike)])
+def test_an_error_of_the_program_and_a_reset_leave_no_file(start, tmp_path, hosts):
+    file = tmp_path / "failure.json"
+    program = """
+import numpy as np
+import kvstore_hvd
+for i in range(2):
+    kvstore_hvd.allreduce(np.ones(3), 'x')
+    kvstore_hvd.reset()
+if rank == 1:
+    raise RuntimeError('of the program')
+kvstore_hvd.allreduce(np.ones(3), 'x')
+"""
+    start("-np 3", program, KVHVD_FAILURE_FILE=str(file), KVHVD_TEST_HOSTS=hosts).end(1)
+    assert not file.exists()
+
+
 def test_files_replace_no_device_and_are_complete(tmp_path):
     pipe, small = tmp_path / "pipe", tmp_path / "small"
     os.mkfifo(pipe)
