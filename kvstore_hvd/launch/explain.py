@@ -216,7 +216,8 @@ def _memory_files(name: str) -> Iterator[tuple[int, str]]:
     """The processes of this user that hold a memory file of a name, and a path of it."""
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
-            for fd in os.listdir(f"{entry.path}/fd") if entry.name.isdecimal() else ():
+            is_own = entry.name.isdecimal() and entry.stat().st_uid == os.getuid()
+            for fd in os.listdir(f"{entry.path}/fd") if is_own else ():
                 with contextlib.suppress(FileNotFoundError):  # it has just been closed
                     if os.readlink(f"{entry.path}/fd/{fd}").startswith(f"/memfd:{name} "):
                         yield int(entry.name), f"{entry.path}/fd/{fd}"
