@@ -38,7 +38,7 @@ def _parser(
     def parse(text: str) -> Any:
         try:
             value = convert(text)
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, OSError):  # OSError: a relative path in a folder that has been deleted
             raise ValueError(expected) from None
         if not is_allowed(value):
             raise ValueError(expected)
@@ -53,7 +53,10 @@ def _choice(*names: str) -> Any:
 
 _text = str
 _path = _parser("a path", lambda text: os.path.abspath(text) if text else "")
-_path_or_off = _parser("a path, or 0 (off)", lambda text: "" if text == "0" else text)
+_OFF_OR_DEFAULT = {"0": "", "default": "default"}
+_path_or_off = _parser(
+    "a path, or 0 (off)", lambda text: _OFF_OR_DEFAULT[text] if text in _OFF_OR_DEFAULT else os.path.abspath(text)
+)
 _seconds = _parser("a number of seconds above 0, at most 1e8", float, lambda value: 0 < value <= _LONGEST_S)
 _seconds_or_off = _parser("a number of seconds, 0 (off) to 1e8", float, lambda value: 0 <= value <= _LONGEST_S)
 _lease = _parser("a number of seconds, 2 to 1e8", float, lambda value: 2 <= value <= _LONGEST_S)

@@ -243,7 +243,8 @@ def _running(job: str) -> list[list[Any]]:
                     os.close(fd)
     worlds: dict[str, dict[int, Any]] = {}  # by job, and ``JOB.setN``
     for key, (segment, shot) in sorted(found.items(), key=lambda each: each[1][1].created):
-        is_meant = not job or shot.job.startswith(job) or (job.isdecimal() and int(job) in pids[key])
+        # Digits are a process: they begin the names of other jobs, too.
+        is_meant = int(job) in pids[key] or shot.job == job if job.isdecimal() else shot.job.startswith(job)
         if is_meant and any(worker.state == "joined" for worker in shot.workers):
             world = worlds.setdefault(shot.job, {})
             if world and any(other.snapshot().generation < shot.generation for other in world.values()):

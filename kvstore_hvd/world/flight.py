@@ -108,7 +108,7 @@ def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callab
             path = f"{root}.host{part['host']}{suffix}"
         files.replace(path, files.failure_file([*_told_before(path, part), text]))
     except Exception as error:  # noqa: BLE001 - the failure itself is what the program has to hear of
-        log.logger.info("the file of the failure cannot be written: %s: %s", type(error).__name__, error)
+        log.logger.warning("the file of the failure cannot be written: %s: %s", type(error).__name__, error)
     else:
         log.logger.warning("what the workers did before is in %s: see `kvhvdrun explain`", path)
 

@@ -39,6 +39,8 @@ def _restore():
         ("KVHVD_SECRET", "ab" * 16, "secret", b"\xab" * 16),
         ("KVHVD_TIMEOUT", "", "timeout_s", 600.0),
         ("KVHVD_METRICS_FILE", "some/file", "metrics_file", os.path.abspath("some/file")),
+        ("KVHVD_FAILURE_FILE", "some/file", "failure_file", os.path.abspath("some/file")),
+        ("KVHVD_FAILURE_FILE", "0", "failure_file", ""),
     ],
 )
 def test_a_variable_sets_its_field(variable, text, field, value):
