@@ -28,9 +28,9 @@ from kvstore_hvd.world.topology import Place
 _MOST, _MOST_BYTES, _ROW_BYTES = 1000, 800_000, 34
 _METRICS_S = 5.0  # between two writings
 
-# A slow worker is reported if it comes last in more than this part of at least so many operations, and the others wait
-# for more than this part of the time; it waits for less than half of theirs.
-_OFTEN, _LEAST_COMPARED, _COSTLY = 0.5, 20, 0.1
+# A slow worker is reported if more than this part of the time by which the last ones came late in at least so many
+# operations is its own, and the others wait for more than this part of the time; it waits for less than half of theirs.
+_MOSTLY, _LEAST_COMPARED, _COSTLY = 0.5, 20, 0.1
 
 # Why an algorithm carries an operation out; architecture.md has the thresholds.
 _WHY = {
@@ -245,13 +245,13 @@ class Observer:
 
 def slow_worker(since: Mapping[int, Counts], elapsed_s: float) -> tuple[int, float] | None:
     """The worker for which the others wait, and in which part of the time; by the counts of that time."""
-    rank = max(since, key=lambda each: (since[each].last, -each))
-    own = since[rank]
+    rank = max(since, key=lambda each: (since[each].behind_ns, -each))
+    own, behind_ns = since[rank], sum(counts.behind_ns for counts in since.values())
     waits = sorted(counts.waited_ns for each, counts in since.items() if each != rank)
     waited = waits[(len(waits) - 1) // 2] if waits else 0
-    is_last = own.compared >= _LEAST_COMPARED and own.last > _OFTEN * own.compared
+    is_late = own.compared >= _LEAST_COMPARED and own.behind_ns > _MOSTLY * behind_ns
     part = waited / 1e9 / elapsed_s if elapsed_s > 0 else 0.0
-    return (rank, min(part, 1.0)) if is_last and own.waited_ns < waited / 2 and part > _COSTLY else None
+    return (rank, min(part, 1.0)) if is_late and own.waited_ns < waited / 2 and part > _COSTLY else None
 
 
 def describe_late(counts: Counts) -> str:

@@ -178,9 +178,7 @@ class Pending {
   EngineStatistics report();
 
   // How long this rank has only waited for others, in the rounds that are over.
-  std::chrono::nanoseconds waited_for_others() const {
-    return rounds_.statistics().exposed - rounds_.statistics().reducing;
-  }
+  std::chrono::nanoseconds waited_for_others() const { return rounds_.statistics().waited; }
 
   // Records operations from now on. Ends a round.
   void start_timeline(std::size_t capacity);

@@ -40,6 +40,7 @@ void Rounds::submitted(Statistics& statistics, Work& work) {
   if (statistics.round == round_) {
     end(work.submitted);
   } else {
+    look_for_wait(work.submitted);
     completed_.clear();
   }
   statistics.round = work.round = round_;
@@ -50,7 +51,8 @@ void Rounds::submitted(Statistics& statistics, Work& work) {
 
 void Rounds::completed(Statistics& statistics, const Work& work, Clock::time_point when) {
   if (work.round == round_) {
-    completed_.push_back(Completed{&statistics, work.submitted, work.scheduled, when});
+    const bool is_waited_for = work.is_waited_for.load(std::memory_order_relaxed);
+    completed_.push_back(Completed{&statistics, is_waited_for, work.submitted, work.scheduled, when});
     --under_way_;
   } else if (work.round + 1 == round_) {
     expose(statistics, std::max(work.submitted, before_), std::min(when, ended_));
@@ -64,20 +66,37 @@ void Rounds::end(Clock::time_point when) {
     expose(*one.statistics, std::max(one.submitted, last_submission_), one.completed);
     last = std::max(last, one.completed);
   }
-  // The union of the times from the first chunk to the last of each: from the end, what is not covered yet.
-  Clock::time_point covered = Clock::time_point::max();
-  for (auto one = completed_.rbegin(); one != completed_.rend(); ++one) {
-    const auto begin = std::max(one->scheduled, last_submission_);
-    const auto end = std::min(one->completed, covered);
-    if (begin < end) statistics_.reducing += end - begin;
-    covered = std::min(covered, begin);
-  }
   ++statistics_.count;
-  statistics_.exposed += last - last_submission_;
+  const auto exposed = last - last_submission_, reduced = reducing();
+  statistics_.exposed += exposed;
+  statistics_.reducing += reduced;
+  statistics_.waited += exposed - reduced;
   forget();
   before_ = last_submission_;
   ended_ = when;
   ++round_;
+}
+
+Clock::duration Rounds::reducing() const {
+  Clock::duration all{0};
+  // From the end, what is not covered yet.
+  Clock::time_point covered = Clock::time_point::max();
+  for (auto one = completed_.rbegin(); one != completed_.rend(); ++one) {
+    const auto begin = std::max(one->scheduled, last_submission_);
+    const auto end = std::min(one->completed, covered);
+    if (begin < end) all += end - begin;
+    covered = std::min(covered, begin);
+  }
+  return all;
+}
+
+void Rounds::look_for_wait(Clock::time_point next) {
+  if (under_way_ > 0 || completed_.empty()) return;
+  const auto until = completed_.back().completed;
+  const auto waited = until - last_submission_ - reducing();
+  const auto slept = [](const Completed& one) { return one.is_waited_for; };
+  const bool has_waited = next - until < waited / 8 || std::any_of(completed_.begin(), completed_.end(), slept);
+  if (has_waited) statistics_.waited += waited;
 }
 
 void Rounds::forget() {

@@ -34,6 +34,8 @@ struct RoundStatistics {
   std::chrono::nanoseconds exposed{0};
   // The part of it in which something was being reduced; the rest was spent waiting for other ranks.
   std::chrono::nanoseconds reducing{0};
+  // That rest, and the waits of a thread in the middle of a round.
+  std::chrono::nanoseconds waited{0};
 };
 
 struct EngineStatistics {
@@ -50,6 +52,10 @@ struct EngineStatistics {
 // An operation is exposed from the last submission of its round (or its own, which may be that) until it is complete,
 // or until the next round begins, whichever comes first; not at all if it completes before that submission.
 //
+// A thread has waited in the middle of a round if nothing was in flight at the next submission, and either the engine
+// knows that it slept, or the submission came at once: within an eighth of the time that it may have waited. (MXNet's
+// threads do not sleep in the engine.)
+//
 // One thread at a time. The statistics live until the round of their last submission is over.
 class Rounds {
  public:
@@ -64,8 +70,14 @@ class Rounds {
  private:
   struct Completed {
     Statistics* statistics;
+    bool is_waited_for;
     Clock::time_point submitted, scheduled, completed;
   };
+
+  // Since the last submission of this round: the union of the times from the first chunk to the last of each.
+  Clock::duration reducing() const;
+  // Before the next submission of this round.
+  void look_for_wait(Clock::time_point next);
 
   std::uint32_t round_ = 1;
   bool begun_ = false;         // something was submitted in this round

@@ -119,30 +119,58 @@ kvstore_hvd.allreduce(np.ones(3), 'x')
     job.end(None, signal.SIGTERM)
 
 
-def test_a_slow_worker_is_reported_and_measured(start, tmp_path):
-    """In the log, by the stall check; in the file of metrics; and a fast job reports none."""
-    program = """
+# Steps of 20 ms and more, in which rank 1 comes late: to a sum; to the first of several sums that all wait for; with
+# gradients, which nobody waits for before the last, and a sum for the metric after them.
+STEPS = {
+    "sum": "compute(); add('x')",
+    "sums": "compute(); [add(f'x{i}') for i in range(10)]",
+    "gradients": """
+compute()
+sums = []
+for i in range(10):
+    time.sleep(0.002)
+    sums.append(mx_hvd.allreduce(mx.nd.ones(100), name=f'x{i}'))
+for one in sums: one.wait_to_read()
+time.sleep(0.002)
+add('metric')
+""",
+    "mxnet": "compute(); [mx_hvd.allreduce(mx.nd.ones(9), name=f'x{i}').asnumpy() for i in range(4)]",
+}
+
+
+@pytest.mark.parametrize("hosts", ["", pytest.param("2,1", marks=pytest.mark.alike)])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_slow_worker_is_reported_and_measured(start, tmp_path, step, hosts):
+    """In the log, by the stall check; in the file of metrics."""
+    program = f"""
+import mxnet as mx
 import numpy as np
 import kvstore_hvd
+import kvstore_hvd.mxnet as mx_hvd
 kvstore_hvd.init()
 def compute():
-    time.sleep(0.05)
-while not os.path.exists('go'):
-    if rank == 1: compute()
+    time.sleep(0.07 if rank == 1 else 0.02)
+def add(name):
+    kvstore_hvd.allreduce(np.ones(3), name)
+step = compile({STEPS[step]!r}, 'step.py', 'exec')
+while True:
     asked = np.array([os.path.exists('go')], np.int32)
-    if kvstore_hvd.allreduce(asked, 'x', op='max')[0]: break
+    if kvstore_hvd.allreduce(asked, 'end', op='max')[0]: break
+    exec(step)
 """
     file = tmp_path / "metrics.prom"
-    job = start("-np 3", program, KVHVD_STALL_CHECK_TIME_S="2", KVHVD_METRICS_FILE=str(file))
+    job = start("-np 3", program, KVHVD_STALL_CHECK_TIME_S="2", KVHVD_METRICS_FILE=str(file), KVHVD_TEST_HOSTS=hosts)
     job.until_printed("ms behind the median").go().end()
-    line = rf"rank 1 \(\S+, pid \d+\) came last in \d+ % of \d+ operations, {LATE} ms behind the median: "
-    line += r"the others waited for it in \d+ % of the time; it was at \S+:\d+ in compute"
+    line = r"rank 1 \(\S+, pid \d+\) came last in \d+ % of \d+ operations, [\d.]+ ms behind the median: "
+    line += r"the others waited for it in \d+ % of the time; it was at \S+:\d+ in \S+"
     assert re.search(line, job.of(0)), job.describe()
     assert "behind the median" not in job.of(1) + job.of(2)
+    if hosts:
+        return  # each writes the file
     lines = [each for each in file.read_text().splitlines() if not each.startswith("#")]
     values = {name: float(value) for name, value in (each.split() for each in lines)}
-    last = {rank: value for name, value in values.items() for rank in re.findall(r'last_total.*rank="(\d)"', name)}
-    assert last["1"] > 10 * (1 + last["0"] + last["2"])
+    behind = {rank: value for name, value in values.items() for rank in re.findall(r'behind_sec.*rank="(\d)"', name)}
+    assert behind["1"] > sum(value for rank, value in behind.items() if rank != "1")
     assert all(re.fullmatch(r'kvstore_hvd_\w+\{job="\w+"(,rank="\d")?\} [\d.e-]+', each) for each in lines)
 
 
