@@ -35,7 +35,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 # End the job.
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# For the workers. On SIGQUIT (Ctrl-\) they print their Python stacks.
+# For the workers. On SIGQUIT (Ctrl-\) those that have joined print their Python stacks.
 PASSED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT)
 # For the launcher: the end of a process, Ctrl-Z and its end.
 _OWN = (signal.SIGCHLD, signal.SIGTSTP, signal.SIGCONT)
@@ -221,6 +221,16 @@ def _running() -> Iterator[tuple[int, list[bytes]]]:
                     yield int(entry), stat
 
 
+def _ask_group(group: int, number: int) -> None:
+    """Send a signal to those of a process group that have a handler for it."""
+    for pid, stat in _running():
+        if int(stat[2]) == group:
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
+                (caught,) = (int(line.split()[1], 16) for line in file if line.startswith(b"SigCgt:"))
+                if caught >> number - 1 & 1:
+                    os.kill(pid, number)
+
+
 def children() -> set[tuple[int, bytes]]:
     """The running children of this process, each with its start time."""
     try:
@@ -264,9 +274,13 @@ class Reaper:
 
     def signal(self, leader: int, number: int) -> None:
         """Send a signal to the group of a leader, as a terminal would; SIGKILL to the leader only."""
-        if leader in self._leaders:
-            with contextlib.suppress(OSError):
-                (os.kill if number == signal.SIGKILL else os.killpg)(leader, number)
+        if leader not in self._leaders:
+            return
+        if number == signal.SIGQUIT:  # it would end shells, and workers that have not joined yet
+            _ask_group(leader, number)
+            return
+        with contextlib.suppress(OSError):
+            (os.kill if number == signal.SIGKILL else os.killpg)(leader, number)
 
     def reap(self) -> list[tuple[int, int]]:
         """The children that have ended since the last call: process id, and exit code or -signal."""

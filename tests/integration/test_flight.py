@@ -6,6 +6,8 @@ import re
 import resource
 import signal
 import subprocess
+import sys
+import time
 
 import pytest
 
@@ -117,6 +119,28 @@ kvstore_hvd.allreduce(np.ones(3), 'x')
     assert name in tell("explain")
     assert "no job nothing runs on this host" in tell("status", "nothing", code=2)
     job.end(None, signal.SIGTERM)
+
+
+def test_ctrl_backslash_asks_those_that_can_answer(start):
+    """Not a shell, nor a worker that has not joined yet; the job goes on."""
+    program = """
+say('started\\n')
+if rank == 1: wait_for('go')
+import kvstore_hvd
+def wait_long():
+    kvstore_hvd.init()
+wait_long()
+"""
+    job = start(f"-np 2 sh -c '\"$@\"; exit $?' sh {sys.executable}", program).until_printed("started", 2)
+
+    def answers():
+        job.process.send_signal(signal.SIGQUIT)
+        time.sleep(0.1)
+        return "in wait_long" in job.of(0)
+
+    job.until(answers, "a stack")
+    job.go().end()
+    assert "wait_for" not in job.err
 
 
 # Steps of 20 ms and more, in which rank 1 comes late: to a sum; to the first of several sums that all wait for; with
