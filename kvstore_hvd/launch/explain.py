@@ -99,12 +99,14 @@ def tell(parts: Sequence[Mapping[str, Any]]) -> Story:
     """The story that parts of one world tell."""
     first = parts[0]
     failures = [tuple(part["failure"]) for part in parts if part["failure"]]
+    # The clocks of hosts differ by more than the times at which they hear of a failure.
+    now, age_s = first["time"], max(part["age_s"] for part in parts)
     workers: dict[int, Worker] = {}
     for part in parts:
         for one in part["workers"]:
             is_here = bool(one["state"])
             if is_here or one["rank"] not in workers:
-                workers[one["rank"]] = _worker(part, one, is_here)
+                workers[one["rank"]] = _worker(part, one, is_here, now)
     hosts = sorted({one["host"] for part in parts for one in part["workers"] if one["host"]})
     within = f", process set {first['set_number']}" if first["set_number"] else ""
     count = f"{len(workers)} workers on {', '.join(hosts)}"
@@ -113,13 +115,12 @@ def tell(parts: Sequence[Mapping[str, Any]]) -> Story:
     if len(cut) < first["hosts"]:
         about += f" (told by {len(cut)} of {first['hosts']} hosts)"
     failure = failures[0] if failures else None
-    now, age_s = max(part["time"] for part in parts), max(part["age_s"] for part in parts)
     return Story(about, failure, now, age_s, dict(sorted(workers.items())))
 
 
-def _worker(part: Mapping[str, Any], told: Mapping[str, Any], is_here: bool) -> Worker:
+def _worker(part: Mapping[str, Any], told: Mapping[str, Any], is_here: bool, now: float) -> Worker:
     def at(ago_us: float | None) -> float | None:
-        return None if ago_us is None else part["time"] - ago_us / 1e6
+        return None if ago_us is None else now - ago_us / 1e6
 
     operations = {}
     for kind, number, _, announced, _, completed in told["operations"]:
