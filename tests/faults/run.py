@@ -238,7 +238,7 @@ def without(outcomes: list[Outcome]) -> list[Job]:
             tiers[test] = {test}
         else:
             path, colons, name = failure.partition("[")[0].partition("::")
-            noticed = f"{tier}/{path.partition('/')[2]}::{name}" if colons else test
+            noticed = f"{tier}/{path.partition('/')[2]}::{name}" if colons and "[" not in test else test
             tiers.setdefault(tier, set()).add(noticed)
     return [Job(f"without-{tier.replace('/', '-')}", sorted(tests)) for tier, tests in tiers.items()]
 
