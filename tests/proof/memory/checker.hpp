@@ -60,9 +60,9 @@ class Program {
   static void* allocate(std::size_t bytes, std::size_t alignment);
 };
 
-// A litmus program of its own name. The function is called once; the threads run in every execution.
+// A litmus program, named "file: name". The function is called once; the threads run in every execution.
 struct Litmus {
-  Litmus(const char* name, void (*define)(Program&));
+  Litmus(const char* name, void (*define)(Program&), const char* file = __builtin_FILE());
 };
 
 // ---- For threads ----

@@ -6,9 +6,7 @@
 
 #include "checker.hpp"
 
-using namespace proof;
-
-namespace {
+namespace proof::classic {
 
 constexpr auto rlx = std::memory_order_relaxed, acq = std::memory_order_acquire, rel = std::memory_order_release,
                acq_rel = std::memory_order_acq_rel, sc = std::memory_order_seq_cst;
@@ -169,4 +167,4 @@ void run_random(Program&) {
 const Litmus random_programs("random programs", run_random);
 const Litmus all("classic litmus programs", run);
 
-}  // namespace
+}  // namespace proof::classic

@@ -2,9 +2,7 @@
 #include "engine/device_queue.hpp"
 #include "worlds.hpp"
 
-using namespace proof;
-
-namespace {
+namespace proof::devices {
 
 // Until entry `index` is there, as Progress.
 void await_entry(Rank& self, std::uint32_t index, Entry& entry) {
@@ -92,4 +90,4 @@ const Litmus leaves("a rank leaves a lost world, with a device at work", [](Prog
   });
 });
 
-}  // namespace
+}  // namespace proof::devices

@@ -2,9 +2,7 @@
 #include "engine/pipeline.hpp"
 #include "worlds.hpp"
 
-using namespace proof;
-
-namespace {
+namespace proof::entries {
 
 // A rank's requests, announced before the threads begin.
 struct Requests {
@@ -111,4 +109,4 @@ const Litmus dies("one-shot, a rank dies", [](Program& program) {
   program.sleeps_end = true;  // see failing.cpp
 });
 
-}  // namespace
+}  // namespace proof::entries

@@ -2,14 +2,13 @@
 #include "checker.hpp"
 #include "shm/world.hpp"
 
-using namespace proof;
-using namespace kvstore_hvd;
+namespace proof::failing {
 
-namespace {
+using namespace kvstore_hvd;
 
 const WaitPolicy kSleeps;  // at once
 
-World& make_world(Program& program, int ranks) {
+World& bare_world(Program& program, int ranks) {
   World& world = program.shared_zeros<World>(sizeof(World) + sizeof(RankState) * static_cast<std::size_t>(ranks + 1));
   world.ranks = world.parties = world.size = ranks;
   world.layout.ranks = sizeof(World);
@@ -25,7 +24,7 @@ void add_one(World& world, std::uint32_t& counter, int rank) {
 
 const Litmus lock("three ranks take a lock", [](Program& program) {
   program.is_large = true;
-  World& world = make_world(program, 3);
+  World& world = bare_world(program, 3);
   for (int rank : {0, 1, 2}) {
     program.thread([&world, rank] { add_one(world, world.next_order, rank); });
   }
@@ -33,7 +32,7 @@ const Litmus lock("three ranks take a lock", [](Program& program) {
 });
 
 const Litmus lock_of_two("two ranks take a lock", [](Program& program) {
-  World& world = make_world(program, 2);
+  World& world = bare_world(program, 2);
   for (int rank : {0, 1}) {
     program.thread([&world, rank] {
       add_one(world, world.next_order, rank);
@@ -63,14 +62,14 @@ bool is_lost(World& world, const std::function<void()>& body) {
 
 const Litmus dies_with_lock("a rank dies with a lock", [](Program& program) {
   program.sleeps_end = true;  // one that looked just before may sleep for kMaxSleep
-  World& world = make_world(program, 2);
+  World& world = bare_world(program, 2);
   program.mortal_thread([&world] { add_one(world, world.next_order, 0); });
   program.thread([&world] { is_lost(world, [&world] { add_one(world, world.clock_hand, 1); }); });
   program.thread([&world] { watch(world, 1, 0); });
 });
 
 const Litmus dies_before_post("a rank dies before it posts", [](Program& program) {
-  World& world = make_world(program, 2);
+  World& world = bare_world(program, 2);
   program.mortal_thread([&world] { world.rank(0).filled.post(1); });
   program.thread([&world] {
     is_lost(world, [&world] {
@@ -82,7 +81,7 @@ const Litmus dies_before_post("a rank dies before it posts", [](Program& program
 });
 
 const Litmus two_fail("two ranks fail the world, one dies on the way", [](Program& program) {
-  World& world = make_world(program, 3);
+  World& world = bare_world(program, 3);
   const auto fail = [&world](int rank) { world.failure.set(rank, ErrorCode::kPeerLost, "died"); };
   program.mortal_thread([fail] { fail(0); });
   program.thread([fail] { fail(1); });
@@ -92,4 +91,4 @@ const Litmus two_fail("two ranks fail the world, one dies on the way", [](Progra
   program.end = [&world] { require(world.failure.is_set(), "the world has not failed"); };
 });
 
-}  // namespace
+}  // namespace proof::failing

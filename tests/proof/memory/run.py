@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -21,15 +22,15 @@ from typing import NamedTuple
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 # The engine's sources that the programs need.
-SOURCES = (
+CORE = (
     *("base/process", "shm/wait", "shm/world", "shm/liveness", "request/request", "report/report", "report/flight"),
     *("engine/tensor_table", "engine/mismatch", "engine/schedule", "engine/pending", "engine/pipeline"),
     *("engine/device_queue", "engine/algorithms/algorithm", "engine/algorithms/allreduce"),
-    *("engine/algorithms/exchange", "engine/algorithms/link_sum"),
 )
+SAME_NAMES = ("engine/algorithms/exchange", "engine/algorithms/link_sum")  # local ones, as in allreduce
 CHECKER = ("model", "search", "runtime", "main")
 PROGRAMS = sorted(path.stem for path in HERE.glob("*.cpp") if path.stem not in (*CHECKER, "outside"))
-FLAGS = ["-std=c++17", "-g", "-Wall", "-Wextra", f"-I{ROOT / 'native'}", f"-I{HERE}"]
+FLAGS = ["-std=c++17", "-g1", "-Wall", "-Wextra", f"-I{ROOT / 'native'}", f"-I{HERE}"]
 CHECKED = ["-O1", "-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-builtin", "-Wno-tsan"]
 CLOCK = "_ZNSt6chrono3_V212steady_clock3nowEv"
 WRAPPED = f"memcpy memmove memset memcmp syscall eventfd {CLOCK}".split()
@@ -56,35 +57,34 @@ class Order(NamedTuple):
     order: str
 
 
-def compile_all(build: Path) -> dict[str, Path]:
-    """Build what has changed; returns the programs."""
+def compile_all(build: Path) -> Path:
+    """Build what has changed, in few translation units, as most of the time goes into headers."""
     build.mkdir(parents=True, exist_ok=True)
-    newest = max(path.stat().st_mtime for path in [*ROOT.glob("native/**/*.?pp"), *HERE.glob("*.hpp"), Path(__file__)])
-    jobs = [(ROOT / "native" / f"{name}.cpp", CHECKED) for name in SOURCES]
-    jobs += [(HERE / f"{name}.cpp", CHECKED) for name in (*PROGRAMS, "outside")]
-    jobs += [(HERE / f"{name}.cpp", ["-O2", "-Wno-mismatched-new-delete"]) for name in CHECKER]
+    newest = max(path.stat().st_mtime for path in [*ROOT.glob("native/**/*.?pp"), *HERE.glob("*.?pp"), Path(__file__)])
 
-    def compile_one(source: Path, flags: list[str]) -> Path:
-        target = build / f"{source.parent.name}-{source.stem}.o"
-        if not target.exists() or target.stat().st_mtime < max(newest, source.stat().st_mtime):
+    def compile_one(names: Sequence[str], *flags: str) -> Path:
+        source = build / f"unit-{names[-1].rpartition('/')[2]}.cpp"
+        target = source.with_suffix(".o")
+        if not target.exists() or target.stat().st_mtime < newest:
+            source.write_text("".join(f'#include "{name}.cpp"\n' for name in names))
             subprocess.run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)], check=True)
         return target
 
-    objects = {source: compile_one(source, flags) for source, flags in jobs}
-    core = build / "core.a"
-    core.unlink(missing_ok=True)
-    theirs = [ROOT / "native" / f"{name}.cpp" for name in SOURCES] + [HERE / "outside.cpp"]
-    subprocess.run(["ar", "rcs", str(core), *(str(objects[source]) for source in theirs)], check=True)
-    for name in PROGRAMS:
-        parts = [*(str(objects[HERE / f"{part}.cpp"]) for part in (*CHECKER, name)), str(core)]
-        subprocess.run(["g++", *parts, *LINK, "-o", str(build / name)], check=True)
-    return {name: build / name for name in PROGRAMS}
+    units = (
+        ((*CORE, "outside", *PROGRAMS), *CHECKED),
+        (CHECKER, "-O2", "-Wno-mismatched-new-delete"),
+        (SAME_NAMES, *CHECKED),
+    )
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(lambda unit: compile_one(*unit), units))
+    subprocess.run(["g++", *map(str, objects), *LINK, "-o", str(build / "litmus")], check=True)
+    return build / "litmus"
 
 
-def places_of(program: Path, addresses: list[str]) -> list[str]:
+def places_of(litmus: Path, addresses: list[str]) -> list[str]:
     """The line of native/ or of the litmus program of each access: the innermost that is not the library's."""
     given = "\n".join(hex(int(address, 16) - 1) for address in addresses)
-    command = ["addr2line", "-a", "-i", "-e", str(program)]
+    command = ["addr2line", "-a", "-i", "-e", str(litmus)]
     told = subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
     found = []
     for block in re.split(r"^0x[0-9a-f]+\n", told, flags=re.MULTILINE)[1:]:
@@ -94,23 +94,24 @@ def places_of(program: Path, addresses: list[str]) -> list[str]:
     return found
 
 
-def run(program: Path, arguments: list[str], timeout: float) -> tuple[int | None, str]:
-    """Its exit code (None: out of time) and its output."""
+def run(litmus: Path, program: str, arguments: list[str], timeout: float) -> tuple[int | None, str]:
+    """The exit code (None: out of time) and the output of a program's part of the litmus programs."""
+    command = [str(litmus), *arguments, f"{program}: "]
     try:
-        done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=timeout)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired as error:
         output = error.stdout or b""
         return None, output.decode() if isinstance(output, bytes) else output
     return done.returncode, done.stdout
 
 
-def orders_of(programs: dict[str, Path], outputs: dict[str, str]) -> dict[Order, dict[str, list[str]]]:
+def orders_of(litmus: Path, outputs: dict[str, str]) -> dict[Order, dict[str, list[str]]]:
     """The orders that the programs have reached, above relaxed: of each, by program, the addresses."""
     found: dict[Order, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name, output in outputs.items():
         sites = [line.split()[1:] for line in output.splitlines() if line.startswith("site ")]
         for place, (address, kind, order, fail_order) in zip(
-            places_of(programs[name], [site[0] for site in sites]), sites, strict=True
+            places_of(litmus, [site[0] for site in sites]), sites, strict=True
         ):
             if not place.startswith("native/"):
                 continue
@@ -121,40 +122,38 @@ def orders_of(programs: dict[str, Path], outputs: dict[str, str]) -> dict[Order,
     return found
 
 
-def resolve(name: str, program: Path, output: str) -> str:
+def resolve(litmus: Path, output: str) -> str:
     """The output with a line of the sources for every address."""
     addresses = re.findall(r"@(0x[0-9a-f]+)", output)
-    for address, place in zip(addresses, places_of(program, addresses), strict=True):
+    for address, place in zip(addresses, places_of(litmus, addresses), strict=True):
         output = output.replace(f"@{address}", place, 1)
-    return f"{name}: {output}"
+    return output
 
 
 def main() -> int:
     """Exit code 0: all as it should be."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="every order, without a limit on executions")
-    parser.add_argument("--only", help="this program")
+    parser.add_argument("--only", choices=PROGRAMS, help="this program")
     parser.add_argument("--build", type=Path, default=ROOT / "build" / "proof-memory")
     parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
-    programs = compile_all(options.build)
-    if options.only:
-        programs = {options.only: programs[options.only]}
+    litmus = compile_all(options.build)
     depth = ["--full"] if options.full else []
     failed = 0
     outputs: dict[str, str] = {}
-    for name, program in programs.items():
-        code, output = run(program, ["--sites", *depth], 1200)
+    for name in [options.only] if options.only else PROGRAMS:
+        code, output = run(litmus, name, ["--sites", *depth], 1200)
         outputs[name] = output
         print("".join(f"{line}\n" for line in output.splitlines() if not line.startswith("site ")), end="", flush=True)
         if code != 0:
-            print(resolve(name, program, output))
+            print(resolve(litmus, output))
             failed += 1
     if failed:
         return 1
     mutants = [
         (order, weaker, by_program)
-        for order, by_program in sorted(orders_of(programs, outputs).items())
+        for order, by_program in sorted(orders_of(litmus, outputs).items())
         for weaker in weaker_than(order.order, order.kind)
     ]
     chosen = mutants if options.full else mutants[:: max(1, len(mutants) // 8)]
@@ -163,10 +162,10 @@ def main() -> int:
         order, weaker, by_program = mutant
         for name, addresses in by_program.items():
             arguments = [word for address in addresses for word in (order.option, f"{address}={weaker}")]
-            code, output = run(programs[name], arguments, MUTANT_TIMEOUT_S)
+            code, output = run(litmus, name, arguments, MUTANT_TIMEOUT_S)
             if code == 1:
                 told = next(line for line in output.splitlines() if "FAILED" in line)
-                return f"{name}: {told.replace(' FAILED:', '')}"
+                return told.replace(" FAILED:", "")
         return ""
 
     listed = {}

@@ -391,7 +391,11 @@ void* Program::allocate(std::size_t bytes, std::size_t alignment) {
   return place;
 }
 
-Litmus::Litmus(const char* name, void (*define)(Program&)) { litmuses().emplace_back(name, define); }
+Litmus::Litmus(const char* name, void (*define)(Program&), const char* file) {
+  const std::string path = file;
+  const std::size_t start = path.rfind('/') + 1;
+  litmuses().emplace_back(path.substr(start, path.rfind('.') - start) + ": " + name, define);
+}
 
 void require(bool holds, const char* what) {
   if (holds) return;

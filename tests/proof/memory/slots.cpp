@@ -1,9 +1,7 @@
 // Slots of the table: what others have announced there, and another name.
 #include "worlds.hpp"
 
-using namespace proof;
-
-namespace {
+namespace proof::slots {
 
 // Two ranks announce, and another one looks at what it has missed as soon as it sees one of them.
 const Litmus missed("a rank looks at what it has missed", [](Program& program) {
@@ -53,4 +51,4 @@ const Litmus reuse("a slot given to another name", [](Program& program) {
   }
 });
 
-}  // namespace
+}  // namespace proof::slots

@@ -1,9 +1,7 @@
 // Announcing operations: the last rank reduces inline, and tells the others.
 #include "worlds.hpp"
 
-using namespace proof;
-
-namespace {
+namespace proof::table {
 
 // As a caller that watches its mark, or one that sleeps at its bell until its inbox has the slot.
 void await_inline(Rank& self, std::uint32_t slot, std::uint32_t& taken, bool watches) {
@@ -81,4 +79,4 @@ void define_death(Program& program, bool watches) {
 const Litmus dies("a rank dies, inline", [](Program& program) { define_death(program, false); });
 const Litmus dies_watched("a rank dies, inline, watched", [](Program& program) { define_death(program, true); });
 
-}  // namespace
+}  // namespace proof::table

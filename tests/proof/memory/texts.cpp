@@ -1,12 +1,8 @@
 // Texts, records and processes that one rank describes and others read; a gate that closes behind the threads inside.
-#include "report/flight.cpp"  // for read()
 #include "shm/liveness.hpp"
-#include "shm/world.cpp"  // a shorter text than its own
 #include "worlds.hpp"
 
-using namespace proof;
-
-namespace {
+namespace proof::texts {
 
 using Short = TextOf<2>;
 
@@ -108,4 +104,4 @@ const Litmus gate("a gate", [](Program& program) {
   program.end = [&shared] { require(shared.cleaned > 1, "not cleaned up"); };
 });
 
-}  // namespace
+}  // namespace proof::texts

@@ -2,10 +2,9 @@
 #include "checker.hpp"
 #include "shm/wait.hpp"
 
-using namespace proof;
-using namespace kvstore_hvd;
+namespace proof::waiting {
 
-namespace {
+using namespace kvstore_hvd;
 
 const WaitPolicy kSleeps;  // at once
 
@@ -100,4 +99,4 @@ const Litmus both_post("two post, then look: one sees both", [](Program& program
   program.end = [&] { require(shared.data[0] + shared.data[1] > 0, "neither sees the other"); };
 });
 
-}  // namespace
+}  // namespace proof::waiting
