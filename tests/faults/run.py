@@ -101,9 +101,10 @@ def start_native(copy: Path, target: str, hosts: str, log: Path, flag: str) -> l
     folder = copy / "cmake"
     if not (copy / "build").exists():
         (copy / "build").symlink_to(ROOT / "build")
-    if not (folder / "CMakeFiles" / f"{target}.dir").exists():
-        (folder / "CMakeFiles").mkdir(parents=True, exist_ok=True)
-        must("cp", "-a", NATIVE / "CMakeFiles" / f"{target}.dir", folder / "CMakeFiles")
+    (folder / "CMakeFiles").mkdir(parents=True, exist_ok=True)
+    for name in (f"{target}.dir", "testing_main.dir"):
+        if not (folder / "CMakeFiles" / name).exists():
+            must("cp", "-a", NATIVE / "CMakeFiles" / name, folder / "CMakeFiles")
     headers = max(path.stat().st_mtime for path in (copy / "native").rglob("*.[ch][pu]*"))
     for command in must(BIN / "ninja", "-C", NATIVE, "-t", "commands", target).splitlines():
         made = re.search(r" -o (\S+\.o) -c ", command)
