@@ -170,9 +170,9 @@ native-aarch64: $(VENV)/.native $(VENV)/.wheels
 tsan: $(VENV)/.native
 	$(call native,native-tsan,thread,$(NATIVE))
 
-# Of the engine, random programs and the order of the kernels for GPUs; with the scalar kernels only.
+# Of the engine, random programs and the order of the kernels for GPUs.
 tsan-quick: $(VENV)/.native
-	$(call native,native-tsan-quick,thread,-DKVHVD_ISAS=OFF,--target test_engine test_programs test_gpu_order,-R '^test_(engine|programs|gpu_order)$$')
+	$(call native,native-tsan,thread,,--target test_engine test_programs test_gpu_order,-R '^test_(engine|programs|gpu_order)$$')
 
 # Of records that other hosts send: random ones for KVHVD_TEST_RECORDS_S seconds.
 asan-quick: export KVHVD_TEST_RECORDS_S ?= 20
