@@ -253,8 +253,8 @@ class Engine:
     def counts(self) -> tuple[int, int]:
         """How many requests of this worker are over, and how many are pending."""
 
-    def tell_line(self, line: str, callers: list[tuple[int, bool]]) -> None:
-        """Where the program of this process is, for the errors of all workers, and its threads in calls of MXNet."""
+    def tell_line(self, line: str, callers: list[tuple[int, bool]], is_blocked: bool) -> None:
+        """Where the program is, for the errors of all workers, its threads in calls of MXNet, whether it is blocked."""
 
     def health(self) -> KVHvdError | None:
         """The latched failure of the world, or None."""

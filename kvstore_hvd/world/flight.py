@@ -30,7 +30,7 @@ _METRICS_S = 5.0  # between two writings
 
 # A slow worker is reported if more than this part of the time by which the last ones came late in at least so many
 # operations is its own, and the others wait for more than this part of the time; it waits for less than half of theirs.
-_MOSTLY, _LEAST_COMPARED, _COSTLY = 0.5, 20, 0.1
+_MOSTLY, _LEAST_COMPARED, _COSTLY = 0.5, 3, 0.1
 
 # Why an algorithm carries an operation out; architecture.md has the thresholds.
 _WHY = {
@@ -218,7 +218,7 @@ class Observer:
             log.once("metrics", logging.WARNING, "%s cannot be written: %s", path, error.strerror)
 
     def _report(self, segment: native.Segment, now: float) -> None:
-        workers = segment.snapshot().workers
+        workers = segment.snapshot(_MOST).workers
         elapsed, self._reported_at = now - self._reported_at, now
         before, self._before = self._before, {worker.rank: worker.counts for worker in workers}
         if not before:
@@ -226,6 +226,10 @@ class Observer:
         since = {w.rank: Counts(*(new - old for new, old in zip(w.counts, before[w.rank]))) for w in workers}
         found = slow_worker(since, elapsed)
         if found is None:
+            return
+        # A worker that has no input left is late in all that follows.
+        joins = (one for worker in workers for one in worker.operations if one.name.startswith(native.PATIENT))
+        if not all(one.completed for one in joins):
             return
         rank, part = found
         (worker,) = (each for each in workers if each.rank == rank)
@@ -256,5 +260,5 @@ def slow_worker(since: Mapping[int, Counts], elapsed_s: float) -> tuple[int, flo
 
 def describe_late(counts: Counts) -> str:
     """How late a worker came, as the end of a sentence."""
-    often, behind_ms = 100 * counts.last / counts.compared, counts.behind_ns / max(1, counts.last) / 1e6
+    often, behind_ms = min(100 * counts.last / counts.compared, 100), counts.behind_ns / max(1, counts.last) / 1e6
     return f"came last in {often:.0f} % of {counts.compared:,} operations, {behind_ms:.3g} ms behind the median"

@@ -6,7 +6,7 @@ on a thread of its own.
 - A late rank logs the operations that it has not submitted, with its Python stack.
 - A rank whose engine is blocked by a stopped process logs that process.
 - Past the stall shutdown time, the waiting rank fails the world with its report.
-The same thread gives the engine the program's current line, for the errors of deadlines, also where reports are off.
+The same thread tells the engine the program's line, for errors and `kvhvdrun status`, also where reports are off.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ LIBRARIES |= getattr(sys, "stdlib_module_names", set())
 _MAX_PATH = 80
 # Calls of the main thread among which the program's line is looked for.
 _MOST_CALLS = 100
-# Time after which a pending operation makes the engine know the program's line.
+# Functions of MXNet's that wait for results.
+_BLOCKING = {"asnumpy", "wait_to_read", "wait_to_write", "waitall"}
+# Time after which a pending operation makes the engine know the threads in calls of MXNet.
 _SOON_S = 1.0
 
 # Time for a look that is under way when the world is left.
@@ -104,8 +106,8 @@ class StallInspector:
         if self._check_s:
             self._look_at_waiting(now)
             self._look_at_missed(now, missed)
-        if missed or self._engine.waiting(_SOON_S):
-            self._engine.tell_line(program_line(), native.callers_of("mxnet"))
+        callers = native.callers_of("mxnet") if missed or self._engine.waiting(_SOON_S) else []
+        self._engine.tell_line(program_line(), callers, _is_blocked())
         return True
 
     def _run(self) -> None:
@@ -259,6 +261,14 @@ def program_line(*, strict: bool = False) -> str:
     of_program = (call for call in calls if str(call[3]).partition(".")[0] not in LIBRARIES)
     path, line, function, _ = next(of_program, calls[0] if calls and not strict else ("", 0, "", ""))
     return f"{path if len(path) <= _MAX_PATH else f'...{path[-_MAX_PATH:]}'}:{line} in {function}" if path else ""
+
+
+def _is_blocked() -> bool:
+    """Whether the main thread waits for results."""
+    for *_, function, module in native.calls_of(threading.main_thread().ident or 0, 1):
+        package = str(module).partition(".")[0]
+        return package == "kvstore_hvd" or (package == "mxnet" and function in _BLOCKING)
+    return False
 
 
 def python_stacks() -> str:

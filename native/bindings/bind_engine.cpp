@@ -409,10 +409,10 @@ void bind_engine(py::module_& module) {
       .def("counts", &Engine::counts)
       .def(
           "tell_line",
-          [](Engine& engine, const py::str& line, const std::vector<Activity::Caller>& callers) {
-            engine.tell_line(text_of(line), callers);
+          [](Engine& engine, const py::str& line, const std::vector<Activity::Caller>& callers, bool is_blocked) {
+            engine.tell_line(text_of(line), callers, is_blocked);
           },
-          py::arg("line"), py::arg("callers"))
+          py::arg("line"), py::arg("callers"), py::arg("is_blocked"))
       .def(
           "shutdown",
           [](Engine& engine, const py::str& reason) {

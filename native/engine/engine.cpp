@@ -322,8 +322,11 @@ std::pair<std::uint64_t, std::size_t> Engine::counts() const {
   return {in->pending.settled(), in->pending.count()};
 }
 
-void Engine::tell_line(std::string line, const std::vector<Activity::Caller>& callers) {
-  if (const Visit in(*this); in) in->options.activity->set_line(std::move(line), callers);
+void Engine::tell_line(std::string line, const std::vector<Activity::Caller>& callers, bool is_blocked) {
+  const Visit in(*this);
+  if (!in) return;
+  in->options.activity->set_line(std::move(line), callers);
+  if (const Lock lock(in->mutex, std::try_to_lock); lock.owns_lock()) in->pending.look(is_blocked);
 }
 
 // ---- Leaving ----

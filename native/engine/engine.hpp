@@ -107,7 +107,7 @@ class Engine {
   std::pair<std::uint64_t, std::size_t> counts() const;
 
   // See Activity::set_line.
-  void tell_line(std::string line, const std::vector<Activity::Caller>& callers);
+  void tell_line(std::string line, const std::vector<Activity::Caller>& callers, bool is_blocked);
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then marks it as
   // left. With a non-empty reason (why this rank ends early) pending requests are failed instead, and the others read

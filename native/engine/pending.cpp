@@ -21,8 +21,11 @@ std::string seconds(std::chrono::nanoseconds duration) {
 }  // namespace
 
 Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
-  Name& name = names_[work->request().name];
+  const auto [found, is_new] = names_.try_emplace(work->request().name);
+  Name& name = found->second;
   Work& added = *work;
+  name.is_used = true;
+  if (is_new) known_.push_back(found->first);
   name.queue.push_back(std::move(work));
   count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
   const bool first = name.queue.size() == 1;
@@ -31,6 +34,7 @@ Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
   added.submitted = added.since = Clock::now();
   rounds_.submitted(name.statistics, added);
   if (first) record(name);
+  if (names_.size() > kSlots) forget_names();
   return Added{ready, first && is_announced(name) ? name.slot.slot : kNoSlot};
 }
 
@@ -39,6 +43,22 @@ Pending::Ready Pending::start(Name& name, bool watched) {
   if (const auto ready = announce(name, watched)) return *ready;
   waiting_for_slot_.push_back(name.queue.front()->request().name);
   return Ready::kNot;
+}
+
+// Bounds the memory of programs that use ever new names: of those that are over, one that has not been used for long
+// (second chance). Right after a submission: what rounds_ knows by pointers is under way.
+void Pending::forget_names() {
+  for (std::size_t looks = 2 * known_.size(); looks > 0 && names_.size() > kSlots; --looks) {
+    const auto oldest = names_.find(known_.front());
+    known_.pop_front();
+    Name& name = oldest->second;
+    if (name.queue.empty() && !std::exchange(name.is_used, false)) {
+      forgotten_.add(name.statistics);
+      names_.erase(oldest);
+    } else {
+      known_.push_back(oldest->first);
+    }
+  }
 }
 
 // After its announcement: the other ranks need not wait for that.
@@ -137,19 +157,12 @@ Pending::Completed Pending::complete(std::uint32_t slot, Clock::time_point now) 
   table_.complete(slot);
   name.statistics.add(*work, now);
   timeline_.record(*work, now, !status.ok());
-  if (name.queue.empty() && names_.size() > kSlots) {
-    // Bounds the memory of programs that never use a name twice.
-    forgotten_.add(name.statistics);
-    rounds_.completed(forgotten_, *work, now);
-    names_.erase(work->request().name);
-  } else {
-    rounds_.completed(name.statistics, *work, now);
-    if (!name.queue.empty()) {
-      name.queue.front()->since = now;
-      const Ready ready = start(name);
-      record(name);
-      tell_progress(name, ready);
-    }
+  rounds_.completed(name.statistics, *work, now);
+  if (!name.queue.empty()) {
+    name.queue.front()->since = now;
+    const Ready ready = start(name);
+    record(name);
+    tell_progress(name, ready);
   }
   retry_slots();
   return {std::move(work), std::move(status)};

@@ -177,6 +177,8 @@ class Pending {
   // By name; under the empty one that of forgotten names (beyond kSlots). Ends a round, see Rounds.
   EngineStatistics report();
 
+  // See Rounds.
+  void look(bool is_blocked) { rounds_.look(is_blocked); }
   // How long this rank has only waited for others, in the rounds that are over.
   std::chrono::nanoseconds waited_for_others() const { return rounds_.statistics().waited; }
 
@@ -190,11 +192,13 @@ class Pending {
     SlotHandle slot;
     std::deque<std::shared_ptr<Work>> queue;
     Statistics statistics;
+    bool is_used = false;  // since forget_names() looked at it
   };
 
   Ready start(Name& name, bool watched = false);
   std::chrono::nanoseconds waited(Clock::time_point since, Clock::time_point now) const;
   void record(const Name& name);
+  void forget_names();
   void tell_progress(const Name& name, Ready ready);
   std::optional<Ready> announce(Name& name, bool watched = false);
   bool is_announced(const Name& name) const;
@@ -216,6 +220,7 @@ class Pending {
   const int rank_ = alarm_.rank(), parties_ = world_.parties;
   TensorTable table_{world_, alarm_};
   std::unordered_map<std::string, Name> names_;
+  std::deque<std::string> known_;  // the names, in the order in which forget_names() looks at them
   Statistics forgotten_;
   Rounds rounds_;
   Timeline timeline_;

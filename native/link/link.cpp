@@ -121,6 +121,7 @@ Link::Tensor& Link::tensor(const TensorId& id, std::string_view name, Clock::tim
     tensor.name = name;
     tensor.by_host.resize(static_cast<std::size_t>(world_.hosts));
     tensor.since = now;
+    if (is_patient(name)) ++patient_;
   }
   return tensor;
 }
@@ -198,15 +199,17 @@ double Link::weights(const Tensor& tensor) const {
   return sums.total();
 }
 
-// Counts who came last. A host that comes late itself may have read the others' announcements late.
+// Counts who came last. A host that comes late itself may have read the others' announcements late. A rank without
+// input left is late in all that follows.
 void Link::observe(const Tensor& tensor) {
+  if (patient_ > 0) return;
   std::vector<std::pair<Clock::time_point, std::int32_t>> arrivals;
   for (const auto& one : tensor.by_host) arrivals.emplace_back(one.front().at, one.front().last);
   std::sort(arrivals.begin(), arrivals.end());
   const auto [at, rank] = arrivals.back();
-  if (world_.host != (world_.member(rank).host == kConductor ? 1 : kConductor)) return;
   Observed& own = observed_[world_.host];
-  ++own.compared;
+  if (world_.host == kConductor) ++own.compared;
+  if (world_.host != (world_.member(rank).host == kConductor ? 1 : kConductor)) return;
   ++own.by_rank[rank][0];
   own.by_rank[rank][1] += std::chrono::nanoseconds(at - arrivals[(arrivals.size() - 1) / 2].first).count();
 }
@@ -253,7 +256,9 @@ void Link::end(const TensorId& id) {
   tensor.slot = kNoSlot;
   tensor.is_agreed = tensor.is_early = false;
   tensor.since = Clock::now();
-  if (is_idle) tensors_.erase(found);
+  if (!is_idle) return;
+  if (is_patient(tensor.name)) --patient_;
+  tensors_.erase(found);
 }
 
 // -- The schedule ---------------------------------------------------------------------------------------------------

@@ -186,6 +186,7 @@ class Link {
   std::optional<Patience> after_failure_;
   std::optional<Abort> abort_;
   std::array<Observed, kObservers> observed_;  // by host
+  std::size_t patient_ = 0;                    // of tensors_, see is_patient()
 };
 
 }  // namespace kvstore_hvd

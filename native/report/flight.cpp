@@ -48,7 +48,13 @@ std::optional<Flight> read(const FlightRecord& record) {
 }  // namespace
 
 void FlightRecorder::begin(Work& work, std::uint32_t slot, std::uint32_t version, std::uint64_t operation) {
-  work.record = ++count_;
+  // What is under way keeps its place, unless that takes half of them.
+  const auto is_under_way = [](const FlightRecord& one) {
+    return one.number.load(kRelaxed) != 0 && one.completed.load(kRelaxed) == 0;
+  };
+  do work.record = ++count_;
+  while (under_way_ < kFlightRecords / 2 && is_under_way(records_[count_ % kFlightRecords]));
+  ++under_way_;
   FlightRecord& record = records_[count_ % kFlightRecords];
   record.number.store(0, kRelaxed);
   // Release, each: a reader that sees one of these sees that the number has gone.
@@ -64,6 +70,7 @@ void FlightRecorder::begin(Work& work, std::uint32_t slot, std::uint32_t version
 void FlightRecorder::end(const Work& work, Clock::time_point now) {
   add(counts_.operations, 1);
   add(counts_.bytes, bytes_of(work.request()));
+  --under_way_;
   FlightRecord& record = records_[work.record % kFlightRecords];
   if (work.record == 0 || record.number.load(kRelaxed) != work.record) return;  // others have taken its place
   const std::uint64_t algorithm = static_cast<std::uint64_t>(work.algorithm) + 1;
@@ -79,7 +86,9 @@ std::vector<Flight> read_flights(World& world, int rank, std::size_t most) {
     if (const auto flight = read(world.records(rank)[i])) all.push_back(*flight);
   }
   std::sort(all.begin(), all.end(), [](const Flight& a, const Flight& b) { return a.number < b.number; });
-  if (all.size() > most) all.erase(all.begin(), all.end() - static_cast<std::ptrdiff_t>(most));
+  std::size_t surplus = all.size() - std::min(all.size(), most);
+  const auto goes = [&surplus](const Flight& one) { return surplus > 0 && one.completed != 0 && surplus-- > 0; };
+  all.erase(std::remove_if(all.begin(), all.end(), goes), all.end());
   return all;
 }
 
@@ -97,7 +106,8 @@ void Arrivals::count(Clock::time_point now) {
       if (completed <= since) continue;
       const auto flight = read(record);
       if (!flight || flight->completed == 0) continue;
-      Operation& one = operations[std::uint64_t{flight->slot} << 32 ^ flight->operation];
+      Operation& one =
+          operations[std::uint64_t{flight->slot} << 51 ^ std::uint64_t{flight->version} << 32 ^ flight->operation];
       one.arrivals.emplace_back(flight->announced, r);
       one.completed = std::max(one.completed, flight->completed);
     }

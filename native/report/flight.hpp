@@ -20,6 +20,7 @@ class FlightRecorder {
   FlightRecord* const records_;
   Counts& counts_;
   std::uint64_t count_ = 0;
+  std::size_t under_way_ = 0;
 };
 
 // A record, as it was read.
@@ -34,7 +35,7 @@ struct Flight {
   std::int64_t announced, scheduled, completed;  // see FlightRecord
 };
 
-// The last `most` operations of a local rank, oldest first, without those that are being written.
+// The last `most` operations of a local rank and all under way, oldest first, without those that are being written.
 std::vector<Flight> read_flights(World& world, int rank, std::size_t most = kFlightRecords);
 
 // Counts who came last in the operations of a world on one host, see Counts, from the records of its ranks. Of more

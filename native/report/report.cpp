@@ -5,6 +5,8 @@
 namespace kvstore_hvd {
 namespace {
 
+constexpr std::size_t kLooks = 20;  // see Rounds
+
 void expose(Statistics& statistics, Clock::time_point from, Clock::time_point until) {
   statistics.last.exposed = std::max(until - from, Clock::duration::zero());
   statistics.total.exposed += statistics.last.exposed;
@@ -42,6 +44,7 @@ void Rounds::submitted(Statistics& statistics, Work& work) {
   } else {
     look_for_wait(work.submitted);
     completed_.clear();
+    looks_ = blocked_ = 0;
   }
   statistics.round = work.round = round_;
   last_submission_ = work.submitted;
@@ -70,7 +73,7 @@ void Rounds::end(Clock::time_point when) {
   const auto exposed = last - last_submission_, reduced = reducing();
   statistics_.exposed += exposed;
   statistics_.reducing += reduced;
-  statistics_.waited += exposed - reduced;
+  add_wait(exposed - reduced);
   forget();
   before_ = last_submission_;
   ended_ = when;
@@ -96,11 +99,27 @@ void Rounds::look_for_wait(Clock::time_point next) {
   const auto waited = until - last_submission_ - reducing();
   const auto slept = [](const Completed& one) { return one.is_waited_for; };
   const bool has_waited = next - until < waited / 8 || std::any_of(completed_.begin(), completed_.end(), slept);
-  if (has_waited) statistics_.waited += waited;
+  if (has_waited) add_wait(waited);
+}
+
+void Rounds::look(bool is_blocked) {
+  if (under_way_ == 0) return;
+  ++looks_;
+  if (is_blocked) ++blocked_;
+}
+
+void Rounds::add_wait(std::chrono::nanoseconds time) {
+  if (looks_ > 0) {
+    counted_ = std::max(std::min(counted_ + looks_, kLooks), looks_);
+    const auto looks = static_cast<double>(looks_);
+    blocked_part_ += (static_cast<double>(blocked_) - blocked_part_ * looks) / static_cast<double>(counted_);
+  }
+  statistics_.waited += std::chrono::duration_cast<std::chrono::nanoseconds>(time * blocked_part_);
 }
 
 void Rounds::forget() {
   completed_.clear();
+  looks_ = blocked_ = 0;
   under_way_ = 0;
   begun_ = false;
 }

@@ -34,7 +34,7 @@ struct RoundStatistics {
   std::chrono::nanoseconds exposed{0};
   // The part of it in which something was being reduced; the rest was spent waiting for other ranks.
   std::chrono::nanoseconds reducing{0};
-  // That rest, and the waits of a thread in the middle of a round.
+  // The part of that rest, and of waits in the middle of rounds, in which the program waited, too.
   std::chrono::nanoseconds waited{0};
 };
 
@@ -56,6 +56,9 @@ struct EngineStatistics {
 // knows that it slept, or the submission came at once: within an eighth of the time that it may have waited. (MXNet's
 // threads do not sleep in the engine.)
 //
+// The program may compute while its operations wait, such as load the next batch. So it counts in which part of the
+// last looks it was blocked.
+//
 // One thread at a time. The statistics live until the round of their last submission is over.
 class Rounds {
  public:
@@ -63,6 +66,8 @@ class Rounds {
   void completed(Statistics& statistics, const Work& work, Clock::time_point when);
   // The next submission begins another round.
   void end(Clock::time_point when);
+  // From time to time: whether the program is blocked, until results are there.
+  void look(bool is_blocked);
   // The world is lost: what is under way or completed in this round is not exposed, and the round does not count.
   void forget();
   const RoundStatistics& statistics() const { return statistics_; }
@@ -78,10 +83,15 @@ class Rounds {
   Clock::duration reducing() const;
   // Before the next submission of this round.
   void look_for_wait(Clock::time_point next);
+  void add_wait(std::chrono::nanoseconds time);
 
   std::uint32_t round_ = 1;
   bool begun_ = false;         // something was submitted in this round
   std::size_t under_way_ = 0;  // of this round's operations
+  // Looks since the last submission while operations were under way; those that found the program blocked; which part
+  // these were of the looks, of kLooks at most, that counted.
+  std::size_t looks_ = 0, blocked_ = 0, counted_ = 0;
+  double blocked_part_ = 0;
   RoundStatistics statistics_;
   Clock::time_point last_submission_;
   Clock::time_point before_, ended_;  // of the round before: its last submission, its end

@@ -202,6 +202,39 @@ while True:
     assert all(re.fullmatch(r'kvstore_hvd_\w+\{job="\w+"(,rank="\d")?\} [\d.e-]+', each) for each in lines)
 
 
+@pytest.mark.parametrize("hosts", ["", pytest.param("2,1", marks=pytest.mark.alike)])
+def test_workers_that_cost_nothing_are_not_slow(start, hosts):
+    """Rank 1 pauses once, so that it then comes last in each step; meanwhile the others load their next batch. Later
+    it has no input left."""
+    program = """
+import mxnet as mx
+import kvstore_hvd
+import kvstore_hvd.mxnet as hvd
+hvd.init()
+net = mx.gluon.nn.Dense(3, in_units=3)
+net.initialize()
+trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd')
+def train(steps, load_s):
+    for _ in range(steps):
+        time.sleep(load_s)
+        with mx.autograd.record(): loss = net(mx.nd.ones((2, 3))).sum()
+        loss.backward()
+        trainer.step(2)
+train(3, 0)
+if rank == 1: time.sleep(0.3)
+train(100, 0.05)
+mx.nd.waitall()
+figures = hvd.report()
+if rank == 0: report(waited_ms=[figures[each]['waited_ms'] for each in (0, 2)])
+with kvstore_hvd.Join([trainer]):
+    if rank != 1: train(100, 0.02)
+"""
+    job = start("-np 3", program, KVHVD_STALL_CHECK_TIME_S="1", KVHVD_TEST_HOSTS=hosts).end()
+    assert "behind the median" not in job.err, job.err
+    (told,) = job.reports()
+    assert max(told["waited_ms"]) < 1500, told
+
+
 @pytest.mark.parametrize("hosts", ["", pytest.param("3,1", marks=pytest.mark.alike)])
 def test_a_failure_in_a_process_set_is_told_where_it_began(start, tmp_path, hosts):
     """The loss of the world of all workers follows from it. Each worker has a wait of its own; names are one line."""

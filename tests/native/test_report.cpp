@@ -44,12 +44,13 @@ const bool exposed = testing::add("what completes after the last submission of a
 });
 
 const bool waiting = testing::add("a wait in the middle of a round counts if the thread slept or went on at once", [] {
-  const auto waited = [](int completed, int scheduled, int next, bool slept) {
+  const auto waited = [](int completed, int scheduled, int next, bool slept, int blocked = 2) {
     Rounds rounds;
     Statistics first, second;
     Work a(any_request()), b(any_request());
     a.submitted = Time(hours(1));
     rounds.submitted(first, a);
+    for (int look = 0; look < 2; ++look) rounds.look(look < blocked);
     a.scheduled = Time(hours(scheduled));
     a.is_waited_for.store(slept);
     if (completed <= next) rounds.completed(first, a, Time(hours(completed)));
@@ -64,6 +65,8 @@ const bool waiting = testing::add("a wait in the middle of a round counts if the
   check_equal(waited(11, 11, 13, false), 0, "it may have computed");
   check_equal(waited(11, 11, 20, true), 10, "it slept");
   check_equal(waited(15, 11, 16, false), 10, "while it was reduced, it waited for no rank");
+  check_equal(waited(11, 11, 12, false, 0), 0, "the program computed, as two looks found");
+  check_equal(waited(11, 11, 12, false, 1), 5, "one look of two found it blocked");
 });
 
 const bool two_times = testing::add("an operation is queued until its first chunk, and then it is reduced", [] {
@@ -103,6 +106,19 @@ const bool bounded = testing::add("names that are used once are counted together
     for (const auto& [name, one] : all) operations += one.operations;
     check_equal(operations, static_cast<std::uint64_t>(names), "none is lost");
     check(all.size() <= kSlots + 2, "bounded");
+  });
+  with_world(1, [](Engine& engine, int) {
+    std::vector<float> data(1);
+    const int names = kSlots + 1000;
+    for (int i = 0; i < names; ++i) {
+      check(engine.run(allreduce("once" + std::to_string(i), data)).ok(), "run");
+      check(engine.run(allreduce("again", data)).ok(), "run");
+    }
+    const EngineStatistics all = engine.report();
+    const auto is_it = [](const auto& one) { return one.first == "again"; };
+    const auto again = std::find_if(all.names.begin(), all.names.end(), is_it);
+    check(again != all.names.end() && again->second.operations == names, "a name in use is not forgotten");
+    check_equal(all.rounds.count, static_cast<std::uint64_t>(names), "its rounds end");
   });
   Statistics one, sum;
   one.operations = one.bytes = 1;
@@ -168,7 +184,7 @@ const bool flights = testing::add("the last operations of a rank are kept, those
   }
   const std::vector<Flight> all = read_flights(world, 0);
   check_equal(all.size(), kFlightRecords, "operations that are kept");
-  check_equal(read_flights(world, 0, 3).front().operation, kFlightRecords + 7, "the first one of the last three");
+  check_equal(read_flights(world, 0, 3).size(), kFlightRecords / 2, "those under way");
   for (std::size_t i = 0; i < all.size(); ++i) {
     const Flight& one = all[i];
     const bool is_over = one.operation % 2 == 0;
@@ -180,6 +196,23 @@ const bool flights = testing::add("the last operations of a rank are kept, those
     check(one.algorithm == (is_over ? std::optional(Algorithm::kDirect) : std::nullopt), "algorithm");
   }
   check_equal(world.member(0).counts.operations.load(), kFlightRecords / 2 + 5, "operations that are over");
+});
+
+const bool kept = testing::add("the record of an operation under way outlives those of others", [] {
+  const auto segment = Segment::create(1);
+  FlightRecorder recorder(segment->world(), 0);
+  Work early(any_request());
+  recorder.begin(early, 1, 0, 7);
+  for (std::uint64_t n = 0; n < 3 * kFlightRecords; ++n) {
+    Work work(any_request());
+    recorder.begin(work, 2, 0, n);
+    recorder.end(work, Time(hours(n + 1)));
+  }
+  for (const std::size_t most : {kFlightRecords, 2 * kFlightRecords / 3}) {
+    const std::vector<Flight> told = read_flights(segment->world(), 0, most);
+    check(told.size() == most && told.front().operation == 7, "the first one");
+  }
+  recorder.end(early, Time(hours(1)));
 });
 
 const bool last = testing::add("who came last is counted once, and how far behind the median", [] {

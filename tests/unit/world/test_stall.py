@@ -36,7 +36,7 @@ class World(FakeConnection):
     def missed(self, most):
         return self.late_for[:most]
 
-    def tell_line(self, line, callers):
+    def tell_line(self, line, callers, is_blocked):
         self.line = line
 
     def process(self, rank):
