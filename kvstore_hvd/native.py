@@ -218,7 +218,6 @@ class Worker(NamedTuple):
     host: str
     pid: int
     state: str  # 'absent', 'joined' or 'left'; of another host: ''
-    waits: bool  # whether it has waited for others past its deadline
     is_stopped: bool
     doing: str  # where its program is, and in which operation; '' if it is not late
     counts: Counts

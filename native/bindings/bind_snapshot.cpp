@@ -56,9 +56,8 @@ py::object snapshot(const Segment& segment, std::size_t most) {
     const std::uint32_t waits = member.doing.waits.load(std::memory_order_relaxed);  // for messages
     const bool is_stopped = is_here ? Liveness::is_stopped(world, member.local_rank) : waits == kStopped;
     workers.append(record("Worker")(member.rank_of_all, text_of(std::string(host)), pid,
-                                    is_here ? kStates[static_cast<int>(presence)] : "", waits != 0 && waits != kStopped,
-                                    is_stopped, text_of(member.doing.text.read()), counts_of(member.counts),
-                                    operations));
+                                    is_here ? kStates[static_cast<int>(presence)] : "", is_stopped,
+                                    text_of(member.doing.text.read()), counts_of(member.counts), operations));
   }
   py::object failure = py::none();
   if (world.failure.is_set()) {

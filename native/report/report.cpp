@@ -54,8 +54,7 @@ void Rounds::submitted(Statistics& statistics, Work& work) {
 
 void Rounds::completed(Statistics& statistics, const Work& work, Clock::time_point when) {
   if (work.round == round_) {
-    const bool is_waited_for = work.is_waited_for.load(std::memory_order_relaxed);
-    completed_.push_back(Completed{&statistics, is_waited_for, work.submitted, work.scheduled, when});
+    completed_.push_back(Completed{&statistics, work.submitted, work.scheduled, when});
     --under_way_;
   } else if (work.round + 1 == round_) {
     expose(statistics, std::max(work.submitted, before_), std::min(when, ended_));
@@ -97,9 +96,7 @@ void Rounds::look_for_wait(Clock::time_point next) {
   if (under_way_ > 0 || completed_.empty()) return;
   const auto until = completed_.back().completed;
   const auto waited = until - last_submission_ - reducing();
-  const auto slept = [](const Completed& one) { return one.is_waited_for; };
-  const bool has_waited = next - until < waited / 8 || std::any_of(completed_.begin(), completed_.end(), slept);
-  if (has_waited) add_wait(waited);
+  if (next - until < waited / 4) add_wait(waited);
 }
 
 void Rounds::look(bool is_blocked) {

@@ -52,12 +52,9 @@ struct EngineStatistics {
 // An operation is exposed from the last submission of its round (or its own, which may be that) until it is complete,
 // or until the next round begins, whichever comes first; not at all if it completes before that submission.
 //
-// A thread has waited in the middle of a round if nothing was in flight at the next submission, and either the engine
-// knows that it slept, or the submission came at once: within an eighth of the time that it may have waited. (MXNet's
-// threads do not sleep in the engine.)
-//
-// The program may compute while its operations wait, such as load the next batch. So it counts in which part of the
-// last looks it was blocked.
+// A thread has waited in the middle of a round if nothing was in flight at the next submission, which came at once:
+// within a quarter of that time. The program may also compute while its operations wait, such as load the next batch.
+// So it counts in which part of the last looks it was blocked.
 //
 // One thread at a time. The statistics live until the round of their last submission is over.
 class Rounds {
@@ -75,7 +72,6 @@ class Rounds {
  private:
   struct Completed {
     Statistics* statistics;
-    bool is_waited_for;
     Clock::time_point submitted, scheduled, completed;
   };
 

@@ -43,31 +43,30 @@ const bool exposed = testing::add("what completes after the last submission of a
   check_equal(hours_of(rounds.statistics().reducing), 2, "of which one was reduced for an hour, another for two");
 });
 
-const bool waiting = testing::add("a wait in the middle of a round counts if the thread slept or went on at once", [] {
-  const auto waited = [](int completed, int scheduled, int next, bool slept, int blocked = 2) {
-    Rounds rounds;
-    Statistics first, second;
-    Work a(any_request()), b(any_request());
-    a.submitted = Time(hours(1));
-    rounds.submitted(first, a);
-    for (int look = 0; look < 2; ++look) rounds.look(look < blocked);
-    a.scheduled = Time(hours(scheduled));
-    a.is_waited_for.store(slept);
-    if (completed <= next) rounds.completed(first, a, Time(hours(completed)));
-    b.submitted = Time(hours(next));
-    rounds.submitted(second, b);
-    rounds.completed(second, b, b.submitted);
-    rounds.end(b.submitted + hours(5));
-    check_equal(hours_of(rounds.statistics().exposed), 0, "the last one of the round was complete at once");
-    return hours_of(rounds.statistics().waited);
-  };
-  check_equal(waited(11, 11, 12, false), 10, "it went on at once");
-  check_equal(waited(11, 11, 13, false), 0, "it may have computed");
-  check_equal(waited(11, 11, 20, true), 10, "it slept");
-  check_equal(waited(15, 11, 16, false), 10, "while it was reduced, it waited for no rank");
-  check_equal(waited(11, 11, 12, false, 0), 0, "the program computed, as two looks found");
-  check_equal(waited(11, 11, 12, false, 1), 5, "one look of two found it blocked");
-});
+const bool waiting =
+    testing::add("a wait in the middle of a round counts if the program was blocked and went on at once", [] {
+      const auto waited = [](int completed, int scheduled, int next, int blocked = 2) {
+        Rounds rounds;
+        Statistics first, second;
+        Work a(any_request()), b(any_request());
+        a.submitted = Time(hours(1));
+        rounds.submitted(first, a);
+        for (int look = 0; look < 2; ++look) rounds.look(look < blocked);
+        a.scheduled = Time(hours(scheduled));
+        if (completed <= next) rounds.completed(first, a, Time(hours(completed)));
+        b.submitted = Time(hours(next));
+        rounds.submitted(second, b);
+        rounds.completed(second, b, b.submitted);
+        rounds.end(b.submitted + hours(5));
+        check_equal(hours_of(rounds.statistics().exposed), 0, "the last one of the round was complete at once");
+        return hours_of(rounds.statistics().waited);
+      };
+      check_equal(waited(11, 11, 12), 10, "it went on at once");
+      check_equal(waited(11, 11, 14), 0, "it may have computed");
+      check_equal(waited(15, 11, 16), 10, "while it was reduced, it waited for no rank");
+      check_equal(waited(11, 11, 12, 0), 0, "the program computed, as two looks found");
+      check_equal(waited(11, 11, 12, 1), 5, "one look of two found it blocked");
+    });
 
 const bool two_times = testing::add("an operation is queued until its first chunk, and then it is reduced", [] {
   Work work(any_request());
