@@ -9,13 +9,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import operator
 import os
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kvstore_hvd import native
 from kvstore_hvd.base import files
 from kvstore_hvd.errors import LaunchError, message, printable, rank_list
+from kvstore_hvd.native import Counts
+from kvstore_hvd.world.flight import describe_late, part_of, slow_worker
 
 # Time between the two looks that rates are taken from.
 _RATES_S = 1.0
@@ -28,41 +34,34 @@ _KNOWN = 1000
 
 
 class Operation(NamedTuple):
-    """One worker's part in an operation; times in seconds since 1970, None: not yet."""
+    """One worker's part in an operation: seconds since it was submitted, and completed (infinity: not yet)."""
 
+    name: str
+    number: int
     text: str
-    announced: float
-    completed: float | None
+    age_s: float
+    over_s: float
 
 
 class Worker(NamedTuple):
-    """What is known of a worker; `operations` by name and number, None: nothing, it is on a host without a part."""
+    """What is known of a worker; `operations` of all sets, None: nothing, it is on a host without a part."""
 
     name: str
     doing: str
     is_stopped: bool
-    counts: Mapping[str, int]
-    operations: dict[tuple[str, int], Operation] | None
-
-    @property
-    def last(self) -> Operation | None:
-        """The operation that it completed last."""
-        over = [one for one in (self.operations or {}).values() if one.completed is not None]
-        return max(over, key=lambda one: one.completed or 0.0, default=None)
+    operations: list[Operation] | None
 
 
 class Pending(NamedTuple):
-    """An operation that no worker has completed: those that have submitted it, and those that are known not to."""
+    """An operation that some are in: for how long, who has completed it, and who is known not to have submitted it."""
 
     text: str
     number: int
-    since: dict[int, float]  # by rank
+    age_s: float
+    since: dict[int, float]  # seconds by rank
+    over: list[int]
     missing: list[int]
-
-    @property
-    def begin(self) -> float:
-        """When the first of them submitted it."""
-        return min(self.since.values())
+    late: list[int]  # those that the others wait for
 
 
 class Story(NamedTuple):
@@ -73,63 +72,77 @@ class Story(NamedTuple):
     now: float
     age_s: float
     workers: dict[int, Worker]
-
-    @property
-    def pending(self) -> list[Pending]:
-        """The operations that are not over, the earliest one first."""
-        has: dict[tuple[str, int], dict[int, Operation]] = {}
-        latest: dict[int, dict[str, int]] = {}  # by rank: the last number of each name
-        for rank, worker in self.workers.items():
-            latest[rank] = {}
-            for key, one in (worker.operations or {}).items():
-                has.setdefault(key, {})[rank] = one
-                latest[rank][key[0]] = max(key[1], latest[rank].get(key[0], -1))
-        found = []
-        for (name, number), by in has.items():
-            if not name or any(one.completed is not None for one in by.values()):
-                continue
-            known = [rank for rank, worker in self.workers.items() if worker.operations is not None]
-            missing = [rank for rank in known if latest[rank].get(name, -1) < number]
-            since = {rank: one.announced for rank, one in sorted(by.items())}
-            found.append(Pending(next(iter(by.values())).text, number, since, missing))
-        return sorted(found, key=lambda one: (not one.missing, one.begin))
+    counts: dict[int, Counts]  # of the process set that the story is about
+    pending: list[Pending]  # those first that some have not submitted
+    patient: dict[int, float]  # workers without input, and for how many seconds they have waited for the others
 
 
 def tell(parts: Sequence[Mapping[str, Any]]) -> Story:
-    """The story that parts of one world tell."""
-    first = parts[0]
-    failures = [tuple(part["failure"]) for part in parts if part["failure"]]
-    # The clocks of hosts differ by more than the times at which they hear of a failure.
-    now, age_s = first["time"], max(part["age_s"] for part in parts)
-    workers: dict[int, Worker] = {}
-    for part in parts:
+    """The story that parts tell of their latest world; it is about the process set in which the failure began."""
+    latest = max(part["generation"] for part in parts)
+    parts = [part for part in parts if part["generation"] == latest]
+    # The loss of the world of all workers follows from that of a process set.
+    first = min(parts, key=lambda part: ((part["failure"] or [""])[0] == "PeerLostError", part["set_number"]))
+    own = [part for part in parts if part["set_number"] == first["set_number"]]
+    told: dict[int, list[Mapping[str, Any]]] = {}
+    sets: dict[int, dict[int, list[Operation]]] = {}
+    counts: dict[int, Counts] = {}
+    for part in sorted(parts, key=lambda part: bool(part["set_number"] != first["set_number"])):
+        number, is_own = part["set_number"], part["set_number"] == first["set_number"]
+        where = "" if is_own else f" of process set {number}" if number else " of all workers"
         for one in part["workers"]:
-            is_here = bool(one["state"])
-            if is_here or one["rank"] not in workers:
-                workers[one["rank"]] = _worker(part, one, is_here, now)
-    hosts = sorted({one["host"] for part in parts for one in part["workers"] if one["host"]})
+            rank, is_here = one["rank"], bool(one["state"])
+            told.setdefault(rank, []).append(one)
+            if is_here:
+                sets.setdefault(number, {})[rank] = [_operation(part, row, where) for row in one["operations"]]
+            if is_own and (is_here or rank not in counts):
+                counts[rank] = Counts(**one["counts"])
+    workers = {rank: _worker(told[rank], [has[rank] for has in sets.values() if rank in has]) for rank in sorted(told)}
+    hosts = sorted({one["host"] for part in own for one in part["workers"] if one["host"]})
     within = f", process set {first['set_number']}" if first["set_number"] else ""
-    count = f"{len(workers)} workers on {', '.join(hosts)}"
-    about = f"job {first['job'] or '?'}, generation {first['generation']}{within}: {count}"
-    cut = [part["host"] for part in parts]
-    if len(cut) < first["hosts"]:
-        about += f" (told by {len(cut)} of {first['hosts']} hosts)"
-    failure = failures[0] if failures else None
-    return Story(about, failure, now, age_s, dict(sorted(workers.items())))
+    about = f"job {first['job'] or '?'}, generation {latest}{within}: {len(counts)} workers on {', '.join(hosts)}"
+    if len(own) < first["hosts"]:
+        about += f" (told by {len(own)} of {first['hosts']} hosts)"
+    failure = next((tuple(part["failure"]) for part in own if part["failure"]), None)
+    pending = sorted((one for has in sets.values() for one in _pending(has)), key=lambda one: not one.missing)
+    waits = ((rank, one) for has in sets.values() for rank in has for one in has[rank] if one.over_s == math.inf)
+    patient = {rank: one.age_s for rank, one in waits if one.name.startswith(native.PATIENT)}
+    age_s = max(part["age_s"] for part in own)
+    return Story(about, failure, first["time"], age_s, workers, counts, pending, patient)
 
 
-def _worker(part: Mapping[str, Any], told: Mapping[str, Any], is_here: bool, now: float) -> Worker:
-    def at(ago_us: float | None) -> float | None:
-        return None if ago_us is None else now - ago_us / 1e6
+def _worker(told: Sequence[Mapping[str, Any]], known: Sequence[list[Operation]]) -> Worker:
+    told = sorted(told, key=lambda one: not one["state"])  # its own host knows best
+    where = f" ({told[0]['host']}, pid {told[0]['pid']})" if told[0]["pid"] else " (never joined)"
+    doing = next((one["doing"] for one in told if one["doing"]), "")
+    operations = [one for has in known for one in has] if known else None
+    return Worker(f"rank {told[0]['rank']}{where}", doing, told[0]["is_stopped"], operations)
 
-    operations = {}
-    for kind, number, _, announced, _, completed in told["operations"]:
-        name, label, collective = part["kinds"][kind][:3]
-        text = f"{collective} {label or repr(name)}".replace("\n", r"\n")
-        operations[name, number] = Operation(text, at(announced) or 0.0, at(completed))
-    where = f" ({told['host']}, pid {told['pid']})" if told["pid"] else " (never joined)"
-    doing, name = told["doing"], f"rank {told['rank']}{where}"
-    return Worker(name, doing, bool(told["is_stopped"]), told["counts"], operations if is_here else None)
+
+def _operation(part: Mapping[str, Any], row: Sequence[Any], where: str) -> Operation:
+    kind, number, _, announced, _, completed = row
+    name, label, collective = part["kinds"][kind][:3]
+    # The clocks of hosts differ by more than the times at which they hear of a failure.
+    ages = (announced or 0) / 1e6, math.inf if completed is None else completed / 1e6
+    return Operation(name, number, f"{collective} {label or repr(name)}{where}", *ages)
+
+
+def _pending(has: Mapping[int, Sequence[Operation]]) -> list[Pending]:
+    """The operations of one set that are not over, the earliest one first; `has`: operations by rank."""
+    latest = {(rank, one.name): one.number for rank in has for one in sorted(has[rank], key=lambda one: one.number)}
+    by: dict[tuple[str, int], dict[int, Operation]] = {}
+    for rank in sorted(has):
+        for one in has[rank]:
+            by.setdefault((one.name, one.number), {})[rank] = one
+    found = []
+    for (name, number), of in by.items():
+        since = {rank: one.age_s for rank, one in of.items() if one.over_s == math.inf}
+        if name and since and not name.startswith(native.PATIENT):
+            over = [rank for rank in of if rank not in since]
+            missing = [rank for rank in sorted(has) if not over and latest.get((rank, name), -1) < number]
+            text, age_s = next(iter(of.values())).text, max(one.age_s for one in of.values())
+            found.append(Pending(text, number, age_s, since, over, missing, missing or list(since)))
+    return sorted(found, key=lambda one: -one.age_s)
 
 
 # -- explain ---------------------------------------------------------------------------------------------------------
@@ -137,30 +150,35 @@ def _worker(part: Mapping[str, Any], told: Mapping[str, Any], is_here: bool, now
 
 def explain(story: Story) -> str:
     """What diverged first, who was where, and what to do."""
-    fact, _, fix = (story.failure or ("", ""))[1].partition("\n  Fix: ")
+    kind, words = story.failure or ("", "")
+    fact, fix = words.partition("\n  ")[0], words.partition("\n  Fix: ")[2]  # a newline alone is of a name
     lines = [f"{story.about}; {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(story.now))}"]
-    if story.failure is not None:
-        lines.append(f"{story.failure[0]}: {fact.partition(chr(10))[0].rstrip('.')}.")
+    if kind:
+        lines.append(f"{kind}: {fact.rstrip('.')}.")
     pending, workers = story.pending, story.workers
-    if not pending:
-        lines.append("No operation was under way.")
+    lines += [] if pending else ["No operation was under way."]
     for one in pending[:1]:
-        who = f"submitted by {rank_list(one.since)}, not by {rank_list(one.missing)}" if one.missing else ""
-        who = who or f"submitted by {rank_list(one.since)}"
+        who = f"number {one.number + 1} of its name, submitted by {rank_list([*one.since, *one.over])}"
+        who += f", not by {rank_list(one.missing)}" if one.missing else ""
+        who += f", not over on {rank_list(one.since)}" if one.over else ""
         more = f"; {len(pending) - 1} more under way" if len(pending) > 1 else ""
-        count = f"number {one.number + 1} of its name"
         first = "First that is not over" if len(pending) < _KNOWN else f"First of the last {_KNOWN:,} that is not over"
-        lines.append(f"{first}: {one.text}, {count}, {who}, {story.now - one.begin:.3g} s before{more}.")
-    shown = sorted(workers, key=lambda rank: (not pending or rank not in pending[0].missing, rank))[:_SHOWN]
-    lines += [f"  {workers[rank].name} {_where(story, rank, pending)}" for rank in shown]
+        lines.append(f"{first}: {one.text}, {who}, {one.age_s:.3g} s before{more}.")
+    shown = sorted(workers, key=lambda rank: (not pending or rank not in pending[0].late, rank))[:_SHOWN]
+    lines += [f"  {workers[rank].name} {_where(story, rank)}" for rank in shown]
     if len(workers) > _SHOWN:
         lines.append(f"  ... and {len(workers) - _SHOWN} more workers")
-    lines += [f"{workers[rank].name} {late}" for rank, late in _slow(story)]
-    lines.append(f"What to do: {fix.rstrip('.') or _advice(story, pending)}.")
-    return "\n".join(lines)
+    lines += _slow(story, story.counts, story.age_s)
+    lines.append(f"What to do: {fix.rstrip('.') or _advice(story)}.")
+    return _text(lines)
 
 
-def _where(story: Story, rank: int, pending: Sequence[Pending]) -> str:
+def _text(lines: Iterable[str]) -> str:
+    """These lines; names in them may have control characters, and newlines."""
+    return "\n".join(printable(line).replace("\n", r"\n") for line in lines)
+
+
+def _where(story: Story, rank: int) -> str:
     """What a worker did, as the end of a sentence."""
     worker = story.workers[rank]
     line = f"; it was {worker.doing}" if worker.doing else ""
@@ -168,43 +186,46 @@ def _where(story: Story, rank: int, pending: Sequence[Pending]) -> str:
         return f"was stopped{line}."
     if worker.operations is None:
         return f"is on a host that has told nothing{line}."
-    own = next((one for one in pending if rank in one.since), None)
+    if rank in story.patient:
+        return f"has no input left and waits for the others, for {story.patient[rank]:.3g} s{line}."
+    own = next((one for one in story.pending if rank in one.since), None)
     if own is not None:
         whom = f" for {rank_list(own.missing)}" if own.missing else ""
-        return f"waited in {own.text}{whom}, for {story.now - own.since[rank]:.3g} s{line}."
-    last = worker.last
-    if last is None or last.completed is None:
+        return f"waited in {own.text}{whom}, for {own.since[rank]:.3g} s{line}."
+    last = min(worker.operations, key=lambda one: one.over_s, default=None)
+    if last is None:
         return f"has submitted nothing{line}."
-    return f"waited for nothing: {last.text} was over {story.now - last.completed:.3g} s before{line}."
+    return f"waited for nothing: {last.text} was over {last.over_s:.3g} s before{line}."
 
 
-def _slow(story: Story) -> list[tuple[int, str]]:
-    """The worker that all others waited for most of the time, and how late it came."""
-    from kvstore_hvd.native import Counts
-    from kvstore_hvd.world.flight import describe_late, slow_worker
-
-    counts = {rank: Counts(**worker.counts) for rank, worker in story.workers.items()}
-    found = slow_worker(counts, story.age_s)
+def _slow(story: Story, counts: Mapping[int, Counts], elapsed_s: float) -> list[str]:
+    """A line of the worker that all others waited for most of the time, by the counts of that time."""
+    found = slow_worker(counts, elapsed_s)
     if found is None:
         return []
-    rank, part = found
-    return [(rank, f"was slow: it {describe_late(counts[rank])}; the others waited in {part * 100:.0f} % of the time.")]
+    name, late = story.workers[found[0]].name, describe_late(counts[found[0]])
+    return [f"{name} was slow: it {late}; the others waited in {found[1] * 100:.0f} % of the time."]
 
 
-def _advice(story: Story, pending: Sequence[Pending]) -> str:
-    first = pending[0] if pending else None
-    kind = story.failure[0] if story.failure is not None else ""
-    missing = first.missing if first is not None else []
-    if kind == "PeerLostError":
+def _advice(story: Story) -> str:
+    if story.failure is not None and story.failure[0] == "PeerLostError":
         return "see the last output of that worker or host; without a word it was often out of memory (dmesg)"
-    if first is None:
+    if not story.pending:
         return "see the error, and the output of the workers"
-    if any(story.workers[rank].is_stopped for rank in missing):
-        return f"find who stopped the process of {rank_list(missing)}; `kill -CONT PID` continues it"
-    if any(rank in one.since for one in pending for rank in missing):
-        return "have all workers submit the same operations, and those that they wait for in the same order"
-    if missing:
+    first = story.pending[0]
+    waits = [one for one in story.pending if one.missing]
+    late, more = set[int](), set(first.late)
+    while more:  # those, too, that the late ones wait for themselves
+        late |= more
+        more = {rank for one in waits if not more.isdisjoint(one.since) for rank in one.missing} - late
+    stopped = [rank for rank in late if story.workers[rank].is_stopped]
+    if stopped:
+        return f"find who stopped the process of {rank_list(stopped)}; `kill -CONT PID` continues it"
+    missing = late.difference(*(one.since for one in waits))
+    if first.missing and missing:
         return f"see why {rank_list(missing)} did not come: its line above, or `kvhvdrun stacks` while the job runs"
+    if first.missing:
+        return "have all workers submit the same operations, and those that they wait for in the same order"
     if any(worker.operations is None for worker in story.workers.values()):
         return "explain it together with the files of the other hosts"
     return "see `kvhvdrun stacks` while the job runs: all workers have submitted it, and one stays inside"
@@ -226,8 +247,6 @@ def _memory_files(name: str) -> Iterator[tuple[int, str]]:
 
 def _running(job: str) -> list[list[Any]]:
     """The segments of the present worlds of running jobs and process sets on this host; `job`: a name or a process."""
-    from kvstore_hvd import native
-
     found: dict[tuple[int, int], tuple[Any, Any]] = {}
     pids: dict[tuple[int, int], set[int]] = {}
     for pid, path in _memory_files("kvstore_hvd"):
@@ -236,12 +255,9 @@ def _running(job: str) -> list[list[Any]]:
             key = status.st_dev, status.st_ino
             pids.setdefault(key, set()).add(pid)
             if key not in found:
-                fd = os.open(path, os.O_RDWR)
-                try:
-                    segment = native.Segment.attach(fd)
-                    found[key] = segment, segment.snapshot()
-                finally:
-                    os.close(fd)
+                with open(path, "r+b", buffering=0) as file:
+                    segment = native.Segment.attach(file.fileno())
+                found[key] = segment, segment.snapshot()
     worlds: dict[str, dict[int, Any]] = {}  # by job, and ``JOB.setN``
     for key, (segment, shot) in sorted(found.items(), key=lambda each: each[1][1].created):
         # Digits are a process: they begin the names of other jobs, too.
@@ -255,8 +271,6 @@ def _running(job: str) -> list[list[Any]]:
 
 
 def _parts(segments: Sequence[Any], most: int = _KNOWN) -> list[dict[str, Any]]:
-    from kvstore_hvd.world.flight import part_of
-
     return [json.loads(json.dumps(part_of(segment, most))) for segment in segments]
 
 
@@ -265,33 +279,33 @@ def status(segments: Sequence[Any]) -> str:
     before = tell(_parts(segments, 0))
     time.sleep(_RATES_S)
     story = tell(_parts(segments))
-    elapsed, pending = story.now - before.now, story.pending
+    elapsed, olds = story.now - before.now, before.counts
+    since = {rank: Counts(*map(operator.sub, news, olds[rank])) for rank, news in story.counts.items()}
     rows = [("rank", "operations/s", "MiB/s", "waited", "came last", "")]
     for rank, worker in story.workers.items():
-        since = {name: value - before.workers[rank].counts[name] for name, value in worker.counts.items()}
-        late = f"{since['last'] / since['compared']:.0%}" if since["compared"] else "-"
-        rates = f"{since['operations'] / elapsed:.0f}", f"{since['bytes'] / elapsed / (1 << 20):.1f}"
-        own = next((one for one in pending if rank in one.since), None)
-        doing = worker.doing
-        if own is not None:
-            whom, age_s = rank_list(own.missing) if own.missing else "the others", story.now - own.since[rank]
-            doing = f"waits in {own.text} for {whom}, {max(0.0, age_s):.1f} s; {doing}".rstrip("; ")
-        if worker.is_stopped:
-            doing = f"is stopped; {doing}".rstrip("; ")
-        name = worker.name.removeprefix("rank ")
+        counts = since[rank]
+        late = f"{counts.last / counts.compared:.0%}" if counts.compared else "-"
+        rates = f"{counts.operations / elapsed:.0f}", f"{counts.bytes / elapsed / (1 << 20):.1f}"
+        # What some have completed is over on the others in a moment.
+        own = next((one for one in story.pending if rank in one.since and not one.over), None)
+        doing = ["is stopped"] if worker.is_stopped else []
+        if rank in story.patient:
+            doing.append("has no input left")
+        elif own is not None:
+            whom = rank_list(own.missing) if own.missing else "the others"
+            doing.append(f"waits in {own.text} for {whom}, {own.since[rank]:.1f} s")
+        doing += [worker.doing] if worker.doing else []
         # Of a wait under way nothing is counted.
-        waited = f"{min(1.0, since['waited_ns'] / 1e9 / elapsed):.0%}" if since["operations"] else "-"
-        rows.append((name, *rates, waited, late, doing))
+        waited = f"{min(1.0, counts.waited_ns / 1e9 / elapsed):.0%}" if counts.operations else "-"
+        rows.append((worker.name.removeprefix("rank "), *rates, waited, late, "; ".join(doing)))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]] for row in rows)
-    slow = (f"{story.workers[rank].name} {late}" for rank, late in _slow(story))
-    return "\n".join([story.about, *("  ".join(row).rstrip() for row in cells), *slow])
+    return _text([story.about, *("  ".join(row).rstrip() for row in cells), *_slow(story, since, elapsed)])
 
 
 def stacks(segments: Sequence[Any]) -> str:
     """The Python stacks of the workers of a running job on this host."""
-    shots = [segment.snapshot() for segment in segments]
-    pids = {worker.pid: worker for shot in shots for worker in shot.workers if worker.state}
+    pids = {worker.pid: worker for segment in segments for worker in segment.snapshot().workers if worker.state}
     told = []
     for pid, path in _memory_files(files.STACKS):
         worker = pids.pop(pid, None)
@@ -352,37 +366,29 @@ def main(argv: Sequence[str]) -> int:
             fact = f"no job {job} runs on this host." if job else "no job of this user runs on this host."
             raise LaunchError(message(fact, fix="ask on a host with workers; `kvhvdrun explain FILE` reads a file."))
         if argv[0] == "explain":
-            texts = [explain(tell(_parts(segments))) for segments in running]
+            parts = [part for segments in running for part in _parts(segments)]
+            jobs = dict.fromkeys(part["job"] for part in parts)
+            texts = [explain(tell([part for part in parts if part["job"] == job])) for job in jobs]
         else:
             of_all = [segments for segments in running if not segments[0].snapshot().set_number]
             texts = list(map(status, running)) if argv[0] == "status" else list(map(stacks, of_all))
     with contextlib.suppress(BrokenPipeError):
-        print(printable("\n\n".join(texts)), flush=True)
+        sys.stdout.buffer.write(printable("\n\n".join(texts) + "\n").encode(errors="backslashreplace"))
+        sys.stdout.flush()
     return 0
 
 
 def _explain_files(paths: Sequence[str]) -> str:
-    try:
-        return explain(tell(_read(paths)))
-    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
-        fact = f"this is no file of a failure of this version: {type(error).__name__}: {error}."
-        raise LaunchError(message(fact, fix="use the kvhvdrun of the version that wrote it.")) from None
-
-
-def _read(paths: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The parts in files, of the latest world; of a process set, if the loss of the world of all follows from its."""
     parts: list[Mapping[str, Any]] = []
-    for path in paths:
-        try:
+    try:
+        for path in paths:
             with open(path, encoding="utf-8") as file:
                 content = json.load(file)
             parts += content["parts"] if content["format"] == 1 else content["parts of format 1"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            fact = f"'{path}' cannot be explained: {error}."
-            raise LaunchError(message(fact, fix="name a kvhvd-failure-*.json.")) from None
-    if len({part["job"] for part in parts}) > 1:
-        raise LaunchError(message("the files are of several jobs.", fix="explain the jobs one by one."))
-    latest = max((part["generation"] for part in parts), default=0)
-    parts = [part for part in parts if part["generation"] == latest]
-    first = min(parts, key=lambda part: (part["failure"][0] == "PeerLostError", part["set_number"]), default=None)
-    return [part for part in parts if first is not None and part["set_number"] == first["set_number"]]
+        if len({part["job"] for part in parts}) > 1:
+            raise LaunchError(message("the files are of several jobs.", fix="explain the jobs one by one."))
+        return explain(tell(parts))
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as error:
+        fact = f"'{path}' is no file of a failure of this version: {type(error).__name__}: {error}."
+        fix = "name a kvhvd-failure-*.json, and use the kvhvdrun of the version that wrote it."
+        raise LaunchError(message(fact, fix=fix)) from None
