@@ -13,14 +13,15 @@ import glob
 import io
 import itertools
 import json
+import operator
 import os
 import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, Union
+from typing import IO, Any, Union, get_type_hints
 
 from kvstore_hvd.base.files import keep_mode, open_alone
 from kvstore_hvd.errors import rank_list
@@ -189,10 +190,13 @@ def read_lines(path: str) -> Iterator[Any]:
 def read_header(path: str) -> Header | None:
     """The header; None if this is no part of a timeline."""
     try:
-        header = Header(**next(read_lines(path)))
-    except (StopIteration, TypeError):
+        told: dict[str, Any] = next(read_lines(path)) if os.path.isfile(path) else {}
+        header = Header(**told)
+    except (OSError, RecursionError, StopIteration, TypeError):
         return None
-    return header if header.format == _FORMAT else None
+    if {name: type(value) for name, value in told.items()} != get_type_hints(Header) or header.format != _FORMAT:
+        return None
+    return header if 0 <= header.rank < header.size <= _MOST_RANKS else None
 
 
 # -- The trace ---------------------------------------------------------------------------------------------------------
@@ -212,12 +216,18 @@ class Summary:
     unfinished: list[int] = field(default_factory=list)  # ranks whose part has no end, because they died
 
 
+class StrangePartError(ValueError):
+    """Raised with the path of a file that is no part of a timeline."""
+
+    def __str__(self) -> str:
+        return f"not a part of a timeline: {self.args[0]}"
+
+
 def write_trace(target: str, parts: Sequence[str]) -> Summary:
     """Make `target` of the parts of one timeline, which stay; it appears complete or not at all."""
     headers = [(path, header) for path in parts if (header := read_header(path)) is not None]
     if not headers or len(headers) < len(parts):
-        strange = [path for path in parts if path not in dict(headers)]
-        raise ValueError(f"not a part of a timeline: {', '.join(strange) or 'nothing was given'}")
+        raise StrangePartError(next((path for path in parts if path not in dict(headers)), "nothing was given"))
     trace = _Trace(min((header for _, header in headers), key=lambda header: header.monotonic_ns - header.ahead_ns))
     temporary = f"{target}.{os.getpid()}.tmp"
     new = open_alone(temporary)
@@ -264,9 +274,12 @@ class _Trace:
         file.write('{"displayTimeUnit":"ms","traceEvents":[')
         separator = "\n"
         for path, header in parts:
-            for event in self._part(path, header):
-                file.write(f"{separator}{json.dumps(event)}")
-                separator = ",\n"
+            try:
+                for event in self._part(path, header):
+                    file.write(f"{separator}{json.dumps(event)}")
+                    separator = ",\n"
+            except (ArithmeticError, RecursionError, TypeError):
+                raise StrangePartError(path) from None
         about = {
             "recorder": "kvstore_hvd",
             "ranks": len(parts),
@@ -292,16 +305,18 @@ class _Trace:
         title = f"rank {header.rank} ({header.host}, pid {header.pid}{since})"
         yield self._event("M", "process_name", 0, args={"name": title})
         yield self._event("M", "process_sort_index", 0, args={"sort_index": self._pid})
-        process_set, ended = 0, False
+        process_set, ended, types = 0, False, list(get_type_hints(TimelineEvent).values())
         for line in read_lines(path):
             if isinstance(line, dict):
                 if "world" in line:
                     process_set = 0
                     yield from self._rest_of_rounds()
-                process_set = line.get("set", process_set)
-                self.summary.lost += line.get("lost", 0)
+                process_set = operator.index(line.get("set", process_set))
+                self.summary.lost += operator.index(line.get("lost", 0))
                 ended = "end" in line
-            elif isinstance(line, list) and len(line) == len(TimelineEvent._fields):
+            elif list(map(type, line)) != types:
+                raise TypeError
+            else:
                 event = TimelineEvent._make(line)
                 self.summary.operations += 1
                 yield from self._operation(process_set, event)
@@ -368,24 +383,28 @@ class _Trace:
 # -- python -m kvstore_hvd.timeline ------------------------------------------------------------------------------------
 
 
-def merge(target: str, begun_ns: int = 0) -> tuple[str, list[str]]:
-    """Make `target` of the parts beside it, of the latest session; returns what it has, and the parts.
+def merge(target: str, begun_ns: int = 0, strange: Collection[str] = ()) -> tuple[str, list[str]]:
+    """Make `target` of the parts beside it but for `strange`, of the latest session; returns what it has and the parts.
 
-    Empty where no session has begun since `begun_ns`, nanoseconds since 1970. The parts stay. Raises OSError and
-    ValueError.
+    Empty where none has been written since `begun_ns`, nanoseconds since 1970. Raises OSError and ValueError.
     """
     found = {path: read_header(path) for path in glob.glob(glob.escape(target) + ".rank-*.part")}
-    headers = {path: header for path, header in found.items() if header is not None}
-    latest = max(headers.values(), key=lambda header: header.unix_ns, default=None)
-    if latest is None or latest.unix_ns < begun_ns:
+    headers = {path: header for path, header in found.items() if header is not None and path not in strange}
+    # The times of files are of one clock, unlike those of hosts.
+    times = {path: os.stat(path).st_mtime_ns if begun_ns else header.unix_ns for path, header in headers.items()}
+    latest = max(times, key=lambda path: times[path], default="")
+    if not latest or times[latest] < begun_ns:
         return "", []
-    own = {path: header for path, header in headers.items() if header.session == latest.session}
-    ranks = sorted({header.rank for header in own.values()})
-    summary = write_trace(target, sorted(own, key=lambda path: (own[path].generation, own[path].rank)))
-    lines = [f"{target}: {summary.operations} operations of {rank_list(ranks)}"]
-    missing = set(range(latest.size)) - set(ranks)
+    own = {path: header for path, header in headers.items() if header.session == headers[latest].session}
+    try:
+        summary = write_trace(target, sorted(own, key=lambda path: (own[path].generation, own[path].rank)))
+    except StrangePartError as error:
+        return merge(target, begun_ns, {*strange, error.args[0]})
+    lines = [f"{target}: {summary.operations} operations of {rank_list(summary.ranks)}"]
+    size = max(own.values(), key=lambda header: header.generation).size
+    missing = set(range(size)) - set(summary.ranks)
     if missing:
-        lines.append(f"missing: {rank_list(missing)} of {latest.size}")
+        lines.append(f"missing: {rank_list(missing)} of {size}")
     if summary.unfinished:
         who = rank_list(sorted(set(summary.unfinished)))
         lines.append(f"the last moments are missing, because they did not end in good order: {who}")
@@ -393,7 +412,7 @@ def merge(target: str, begun_ns: int = 0) -> tuple[str, list[str]]:
         lines.append(f"{summary.lost} operations were not recorded: there were too many at a time")
     others = sorted(found.keys() - own.keys())
     if others:
-        lines.append(f"left out, of another timeline: {', '.join(others)}")
+        lines.append(f"left out, no part of this timeline: {', '.join(others)}")
     return "\n".join(lines), list(own)
 
 

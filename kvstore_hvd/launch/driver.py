@@ -487,7 +487,7 @@ class Driver:
             text, parts = timeline.merge(os.path.abspath(path), self._begun_ns)
             for part in parts:
                 os.unlink(part)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - the exit code of the job counts
             text = f"the timeline cannot be made of its parts: {error}"
         except KeyboardInterrupt:
             text = f"interrupted; `python -m kvstore_hvd.timeline merge {path}` makes the timeline"

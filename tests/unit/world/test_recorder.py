@@ -1,18 +1,20 @@
 """Timelines without other workers: the parts, the trace that is made of them, and the life of a recording."""
 
 import contextlib
+import json
 import os
 import re
 import signal
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 
 from kvstore_hvd.errors import InvalidRequestError, KVHvdError
+from kvstore_hvd.launch import driver
 from kvstore_hvd.native import TimelineEvent
-from kvstore_hvd.timeline import Header, PartWriter, has_ended, main, part_path, read_header, write_trace
+from kvstore_hvd.timeline import Header, PartWriter, has_ended, main, merge, part_path, read_header, write_trace
 from kvstore_hvd.world.recorder import Recorder, _text
 from kvstore_hvd.world.topology import Host, Place
 from support.patience import until
@@ -183,13 +185,66 @@ def test_only_the_latest_session_counts(tmp_path, capsys):
     told = capsys.readouterr().out.splitlines()
     assert told[:2] == [f"{target}: 1 operations of rank 0", "missing: rank 1 of 2"]
     assert told[2] == "7 operations were not recorded: there were too many at a time"
-    assert told[3] == f"left out, of another timeline: {part_path(str(target), 2)}"
+    assert told[3] == f"left out, no part of this timeline: {part_path(str(target), 2)}"
     assert Trace(target).ranks() == [0]
     target.unlink()
     target.mkdir()  # cannot be replaced
     assert main(["merge", str(target)]) == 1
     assert capsys.readouterr().err.startswith("the timeline cannot be made: ")
     assert parts_of(target) == [f"t.rank-{rank}.part" for rank in (0, 2)]
+
+
+NEWEST = {**asdict(header(0, 3, "newest")), "unix_ns": 2 * 10**18}
+STRANGE = {
+    "a rank that is text": [{**NEWEST, "rank": "7"}],
+    "a time that is text": [{**NEWEST, "unix_ns": "z"}],
+    "no time": [{name: value for name, value in NEWEST.items() if name != "unix_ns"}],
+    "a rank without limits": [{**NEWEST, "rank": 10**12, "size": 10**13}],
+    "operations without number": [NEWEST, {"lost": None}],
+    "a set that is text": [NEWEST, {"set": "x"}],
+    "no row": [NEWEST, None],
+    "a short row": [NEWEST, [1, 2]],
+    "a row with a time that is text": [NEWEST, event(completed="x")],
+    "a time beyond all": [NEWEST, event(completed=10**400)],
+}
+
+
+@pytest.mark.parametrize("fault", [*STRANGE, "deep"])
+def test_a_file_that_is_no_part_is_left_out(tmp_path, capsys, fault):
+    """It seems to be newer. The others are merged, as if it were not there."""
+    lines = map(json.dumps, STRANGE[fault]) if fault in STRANGE else ["[" * 100_000]
+    target = tmp_path / "t"
+    parts = [write_part(target, header(rank), event()) for rank in range(2)]
+    Path(strange := part_path(str(target), 7)).write_text("".join(f"{line}\n" for line in lines))
+    os.mkfifo(pipe := part_path(str(target), 8))
+    assert main(["merge", str(target)]) == 0
+    told = [f"{target}: 2 operations of ranks 0-1", f"left out, no part of this timeline: {strange}, {pipe}"]
+    assert capsys.readouterr().out.splitlines() == told
+    assert Trace(target).ranks() == [0, 1]
+    assert sorted(merge(str(target), 1)[1]) == parts  # these are removed after it
+    with pytest.raises(ValueError, match="not a part"):
+        write_trace(str(target), [*parts, strange])
+
+
+def test_a_job_has_written_what_the_launcher_merges(tmp_path):
+    """A part of an older one, whose host had a clock ahead of others, is left out, also where there is no newer one."""
+    target = tmp_path / "t"
+    old = write_part(target, Header("old", 1, 2, "host", 1, False, 0, 2 * 10**18), event())
+    os.utime(old, ns=(10**18, 10**18))
+    assert merge(str(target), 10**18 + 1) == ("", [])
+    own = write_part(target, header(), event())
+    text, parts = merge(str(target), 10**18 + 1)
+    assert parts == [own]
+    assert text.splitlines()[1:] == ["missing: rank 1 of 2", f"left out, no part of this timeline: {old}"]
+
+
+@pytest.mark.parametrize("fault", [TypeError("of a fault of ours"), OSError("full"), KeyboardInterrupt()])
+def test_a_timeline_that_cannot_be_merged_fails_no_job(monkeypatch, fault):
+    monkeypatch.setattr(driver, "config", lambda: Mock(timeline="t"))
+    monkeypatch.setattr("kvstore_hvd.timeline.merge", Mock(side_effect=fault))
+    driver.Driver._merge_timeline(job := Mock())
+    ((told,),) = (call.args for call in job._output.say.mock_calls)
+    assert ("interrupted" if isinstance(fault, KeyboardInterrupt) else str(fault)) in told
 
 
 def test_a_file_is_made_and_nothing_else_is_left(tmp_path):
