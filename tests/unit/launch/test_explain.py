@@ -128,8 +128,8 @@ SAYS = {
         ["find who stopped the process of rank 2;"],
     ),
     "the last of a chain was stopped": (
-        [part(SETS[0], stopped=[3]), part(SETS[1], 2, LOST, stopped=[3])],
-        ["find who stopped the process of rank 3;"],
+        [part({**SETS[0], 3: [waits("glob")]}, stopped=[3]), part(SETS[1], 2, LOST, stopped=[3])],
+        ["submitted by ranks 0-1, 3, not by rank 2", "find who stopped the process of rank 3;"],
     ),
     "a stopped worker that nobody waits for": (
         [part({0: [waits("x")], 1: [], 2: [waits("x")]}, stopped=[2])],
