@@ -201,7 +201,7 @@ def _where(story: Story, rank: int) -> str:
 def _slow(story: Story, counts: Mapping[int, Counts], elapsed_s: float) -> list[str]:
     """A line of the worker that all others waited for most of the time, by the counts of that time."""
     found = slow_worker(counts, elapsed_s)
-    if found is None:
+    if found is None or story.patient:  # who has no input left is late in all that follows
         return []
     name, late = story.workers[found[0]].name, describe_late(counts[found[0]])
     return [f"{name} was slow: it {late}; the others waited in {found[1] * 100:.0f} % of the time."]
