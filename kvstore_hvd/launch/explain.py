@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kvstore_hvd import native
 from kvstore_hvd.base import files
-from kvstore_hvd.errors import LaunchError, message, printable, rank_list
+from kvstore_hvd.errors import LaunchError, figure, message, printable, rank_list
 from kvstore_hvd.native import Counts
 from kvstore_hvd.world.flight import describe_late, part_of, slow_worker
 
@@ -163,7 +163,7 @@ def explain(story: Story) -> str:
         who += f", not over on {rank_list(one.since)}" if one.over else ""
         more = f"; {len(pending) - 1} more under way" if len(pending) > 1 else ""
         first = "First that is not over" if len(pending) < _KNOWN else f"First of the last {_KNOWN:,} that is not over"
-        lines.append(f"{first}: {one.text}, {who}, {one.age_s:.3g} s before{more}.")
+        lines.append(f"{first}: {one.text}, {who}, {figure(one.age_s)} s before{more}.")
     shown = sorted(workers, key=lambda rank: (not pending or rank not in pending[0].late, rank))[:_SHOWN]
     lines += [f"  {workers[rank].name} {_where(story, rank)}" for rank in shown]
     if len(workers) > _SHOWN:
@@ -187,15 +187,15 @@ def _where(story: Story, rank: int) -> str:
     if worker.operations is None:
         return f"is on a host that has told nothing{line}."
     if rank in story.patient:
-        return f"has no input left and waits for the others, for {story.patient[rank]:.3g} s{line}."
+        return f"has no input left and waits for the others, for {figure(story.patient[rank])} s{line}."
     own = next((one for one in story.pending if rank in one.since), None)
     if own is not None:
         whom = f" for {rank_list(own.missing)}" if own.missing else ""
-        return f"waited in {own.text}{whom}, for {own.since[rank]:.3g} s{line}."
+        return f"waited in {own.text}{whom}, for {figure(own.since[rank])} s{line}."
     last = min(worker.operations, key=lambda one: one.over_s, default=None)
     if last is None:
         return f"has submitted nothing{line}."
-    return f"waited for nothing: {last.text} was over {last.over_s:.3g} s before{line}."
+    return f"waited for nothing: {last.text} was over {figure(last.over_s)} s before{line}."
 
 
 def _slow(story: Story, counts: Mapping[int, Counts], elapsed_s: float) -> list[str]:
@@ -203,7 +203,8 @@ def _slow(story: Story, counts: Mapping[int, Counts], elapsed_s: float) -> list[
     found = slow_worker(counts, elapsed_s)
     if found is None or story.patient:  # who has no input left is late in all that follows
         return []
-    name, late = story.workers[found[0]].name, describe_late(counts[found[0]])
+    name, own = story.workers[found[0]].name, counts[found[0]]
+    late = describe_late(own.compared, own.last, own.behind_ns / 1e6)
     return [f"{name} was slow: it {late}; the others waited in {found[1] * 100:.0f} % of the time."]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from kvstore_hvd.config import config
 from kvstore_hvd.native import Statistics, Times
 from kvstore_hvd.store.keys import MAX_KEYS, Key, wire_name
+from kvstore_hvd.world.flight import describe_late
 
 #: How a report calls all keys beyond the first `MAX_KEYS`.
 OTHER_KEYS = "(other keys)"
@@ -47,9 +48,7 @@ class Report(dict[str, Any]):
         waited = f"training waited at most {sums:.1f} ms for sums, {others:.1f} ms for workers ({steps} steps)"
         lines = [f"{self['workers']} workers; {calls}; {_mib(self['bytes'])} MiB; {waited}; {arena}"]
         for rank, of in self["ranks"].items():
-            often = 100 * of["last"] / max(1, of["compared"])
-            behind_ms = of["behind_ms"] / max(1, of["last"])
-            late = f"came last in {often:.0f} % of {of['compared']}, {behind_ms:.3g} ms behind"
+            late = describe_late(of["compared"], of["last"], of["behind_ms"])
             lines.append(f"rank {rank}: waited {of['waited_ms']:.1f} ms; {late}")
         if self["keys"]:
             rows = [["key", "calls", "bytes", "algorithm", *(f"{name} ms" for name in _TIMES), "staged because"]]

@@ -6,7 +6,6 @@ native/report/flight.hpp. Workers on other hosts are known by their figures, whi
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import json
 import logging
@@ -20,6 +19,7 @@ from typing import Any
 from kvstore_hvd import __version__, log, native
 from kvstore_hvd.base import files
 from kvstore_hvd.config import config
+from kvstore_hvd.errors import figure
 from kvstore_hvd.native import Counts, Snapshot
 from kvstore_hvd.world.topology import Place
 
@@ -102,24 +102,14 @@ def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callab
         if send is not None:
             send(text)
             return
-        path = files.failure_path(path, part["job"], "")
-        if part["hosts"] > 1:
-            root, suffix = os.path.splitext(path)
-            path = f"{root}.host{part['host']}{suffix}"
-        files.replace(path, files.failure_file([*_told_before(path, part), text]))
+        root, suffix = os.path.splitext(files.failure_path(path, part["job"], ""))
+        root += f".host{part['host']}" if part["hosts"] > 1 else ""
+        path = f"{root}.set{part['set_number']}{suffix}" if part["set_number"] else root + suffix
+        files.replace(path, files.failure_file([text]))
     except Exception as error:  # noqa: BLE001 - the failure itself is what the program has to hear of
         log.logger.warning("the file of the failure cannot be written: %s: %s", type(error).__name__, error)
     else:
         log.logger.warning("what the workers did before is in %s: see `kvhvdrun explain`", path)
-
-
-def _told_before(path: str, part: Mapping[str, Any]) -> list[str]:
-    """The parts in a file that are of the same world: of a process set, which was lost first."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        with open(path, encoding="utf-8") as file:
-            parts = json.load(file)["parts"]
-        return [json.dumps(each) for each in parts if all(each[of] == part[of] for of in ("job", "generation"))]
-    return []
 
 
 # -- Figures ---------------------------------------------------------------------------------------------------------
@@ -231,9 +221,10 @@ class Observer:
         joins = (one for worker in workers for one in worker.operations if one.name.startswith(native.PATIENT))
         if not all(one.completed for one in joins):
             return
-        rank, part = found
+        (rank, part), own = found, since[found[0]]
         (worker,) = (each for each in workers if each.rank == rank)
-        what = f"rank {rank} ({worker.host}, pid {worker.pid}) {describe_late(since[rank])}"
+        late = describe_late(own.compared, own.last, own.behind_ns / 1e6)
+        what = f"rank {rank} ({worker.host}, pid {worker.pid}) {late}"
         where = f"; it was {worker.doing}" if worker.doing else ""
         log.logger.warning("%s: the others waited for it in %.0f %% of the time%s", what, part * 100, where)
 
@@ -258,7 +249,7 @@ def slow_worker(since: Mapping[int, Counts], elapsed_s: float) -> tuple[int, flo
     return (rank, min(part, 1.0)) if is_late and own.waited_ns < waited / 2 and part > _COSTLY else None
 
 
-def describe_late(counts: Counts) -> str:
+def describe_late(compared: float, last: float, behind_ms: float) -> str:
     """How late a worker came, as the end of a sentence."""
-    often, behind_ms = min(100 * counts.last / counts.compared, 100), counts.behind_ns / max(1, counts.last) / 1e6
-    return f"came last in {often:.0f} % of {counts.compared:,} operations, {behind_ms:.3g} ms behind the median"
+    often, mean_ms = min(100 * last / max(1, compared), 100), behind_ms / max(1, last)
+    return f"came last in {often:.0f} % of {compared:,} operations, {figure(mean_ms)} ms behind the median"

@@ -67,7 +67,7 @@ def test_lost(network, event, texts):
             assert outcome.seconds[rank] < SILENCE_S + 10
     assert not [each for each in outcome.left if "program.py" in each or "mpich_shm" in each]
     if event == "a host is cut off":  # mpirun may end ranks first after the other events
-        told = explain.explain(explain.tell(explain._read([str(network.folder / "lost.host0.json")])))
+        told = explain._explain_files([str(network.folder / "lost.host0.json")])
         assert re.search(rf"4 workers on node0, node1 \(told by 1 of 2 hosts\);.*\nPeerLostError: {NODE1}", told), told
         assert re.search(r"rank 2 \(node1, pid \d+\) is on a host that has told nothing", told), told
 

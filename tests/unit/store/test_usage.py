@@ -62,8 +62,8 @@ def test_times_are_means_and_totals_in_milliseconds_and_print_as_a_table():
     assert str(Report({"workers": 2, "rounds": rounds, "arena": arena, "ranks": ranks, **entries})).splitlines() == [
         "2 workers; 4 pushpull, 1 broadcast; 4.0 MiB; training waited at most 0.5 ms for sums, 1.0 ms for "
         "workers (3 steps); arena: 1.0 of 8.0 MiB",
-        "rank 1: waited 7.0 ms; came last in 75 % of 4, 1.5 ms behind",
-        "rank 2: waited 0.0 ms; came last in 0 % of 0, 0 ms behind",
+        "rank 1: waited 7.0 ms; came last in 75 % of 4 operations, 1.5 ms behind the median",
+        "rank 2: waited 0.0 ms; came last in 0 % of 0 operations, 0 ms behind the median",
         "key     calls    bytes  algorithm  queued ms  reducing ms  exposed ms  staged because",
         "weight      4  4194304  two-shot     250.000      500.000     125.000  3 devices",
         "loss        1        4",
