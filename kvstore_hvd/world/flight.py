@@ -6,6 +6,7 @@ native/report/flight.hpp. Workers on other hosts are known by their figures, whi
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -50,12 +51,12 @@ _losses = 0  # of worlds, in this process
 # -- The file of a failure -------------------------------------------------------------------------------------------
 
 
-def part_of(segment: native.Segment, most: int = _MOST, lines: Mapping[int, str] | None = None) -> dict[str, Any]:
+def part_of(segment: native.Segment, most: int = _MOST) -> dict[str, Any]:
     """The part of this host in the file of a failure, ready for JSON.
 
     An operation is a row: what it is (an index of ``"kinds"``), its number under its name, its algorithm (an index of
     ``"algorithms"``), and when it was announced, scheduled and completed, in microseconds before ``"time"`` (null: not
-    yet). That is in seconds since 1970. `lines`: of programs, by rank.
+    yet). That is in seconds since 1970.
     """
     shot = segment.snapshot(most)
     kinds: dict[tuple[Any, ...], int] = {}
@@ -74,9 +75,6 @@ def part_of(segment: native.Segment, most: int = _MOST, lines: Mapping[int, str]
         {**worker._asdict(), "counts": worker.counts._asdict(), "operations": list(map(row, worker.operations))}
         for worker in shot.workers
     ]
-    for worker in workers:
-        line = (lines or {}).get(worker["rank"])
-        worker["doing"] = worker["doing"] or (f"at {line}" if line else "")
     age_s = (shot.now - shot.created) / 1e9
     about = {"job": shot.job.partition(".set")[0], "version": __version__, "on": socket.gethostname()}
     times = {"time": time.time(), "age_s": age_s}
@@ -84,7 +82,7 @@ def part_of(segment: native.Segment, most: int = _MOST, lines: Mapping[int, str]
     return {**shot._asdict(), **about, **times, **lists}
 
 
-def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callable[[str], None] | None) -> None:
+def note_loss(segment: native.Segment | None, send: Callable[[str], None] | None) -> None:
     """Write down what the workers of a lost world did, once on each host; `send`: to the launcher."""
     global _losses
     if segment is None:
@@ -97,19 +95,29 @@ def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callab
         most, text = 2 * min(_MOST, _MOST_BYTES // _ROW_BYTES // segment.size), ""
         while not text or (most and len(text) > _MOST_BYTES):
             most //= 2
-            part = part_of(segment, most, {rank: line})
+            part = part_of(segment, most)
             text = json.dumps(part, separators=(",", ":"))
         if send is not None:
             send(text)
             return
-        root, suffix = os.path.splitext(files.failure_path(path, part["job"], ""))
-        root += f".host{part['host']}" if part["hosts"] > 1 else ""
-        path = f"{root}.set{part['set_number']}{suffix}" if part["set_number"] else root + suffix
-        files.replace(path, files.failure_file([text]))
+        path = files.failure_path(path, part["job"], "")
+        if part["hosts"] > 1:
+            root, suffix = os.path.splitext(path)
+            path = f"{root}.host{part['host']}{suffix}"
+        files.replace(path, files.failure_file([*_told_before(path, part), text]))
     except Exception as error:  # noqa: BLE001 - the failure itself is what the program has to hear of
         log.logger.warning("the file of the failure cannot be written: %s: %s", type(error).__name__, error)
     else:
         log.logger.warning("what the workers did before is in %s: see `kvhvdrun explain`", path)
+
+
+def _told_before(path: str, part: Mapping[str, Any]) -> list[str]:
+    """The parts in a file that are of the same world: of a process set, which was lost first."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        with open(path, encoding="utf-8") as file:
+            parts = json.load(file)["parts"]
+        return [json.dumps(each) for each in parts if all(each[of] == part[of] for of in ("job", "generation"))]
+    return []
 
 
 # -- Figures ---------------------------------------------------------------------------------------------------------
@@ -118,7 +126,12 @@ def note_loss(segment: native.Segment | None, line: str, rank: int, send: Callab
 def figures(segment: native.Segment | None) -> dict[int, dict[str, float]]:
     """What `Horovod.report` has under ``'ranks'``."""
     workers = [] if segment is None else segment.snapshot().workers
-    return {worker.rank: _figures_of(worker.counts) for worker in workers}
+    names = [name.replace("_ns", "_ms") for name in Counts._fields]
+
+    def of(counts: Counts) -> dict[str, float]:
+        return {name: value / 1e6 if name.endswith("_ms") else value for name, value in zip(names, counts)}
+
+    return {worker.rank: of(worker.counts) for worker in workers}
 
 
 def answer_signals() -> None:
@@ -130,24 +143,14 @@ def answer_signals() -> None:
         faulthandler.register(files.STACKS_SIGNAL, file=os.memfd_create(files.STACKS))
 
 
-def _figures_of(counts: Counts) -> dict[str, float]:
-    return {
-        "operations": counts.operations,
-        "bytes": counts.bytes,
-        "waited_ms": counts.waited_ns / 1e6,
-        "compared": counts.compared,
-        "last": counts.last,
-        "behind_ms": counts.behind_ns / 1e6,
-    }
-
-
+# By field of `Counts`.
 _METRICS = {
-    "operations": ("counter", "Collective operations that are over."),
-    "bytes": ("counter", "Bytes of the arrays of these."),
-    "waited_seconds": ("counter", "Time in which the worker only waited for other workers."),
-    "compared": ("counter", "Operations in which the arrivals of workers were compared."),
-    "last": ("counter", "Those of them in which the worker came last."),
-    "behind_seconds": ("counter", "Time behind the median worker in these."),
+    "operations": "Collective operations that are over.",
+    "bytes": "Bytes of the arrays of these.",
+    "waited_ns": "Time in which the worker only waited for other workers.",
+    "compared": "Operations in which the arrivals of workers were compared.",
+    "last": "Those of them in which the worker came last.",
+    "behind_ns": "Time behind the median worker in these.",
 }
 
 
@@ -157,12 +160,12 @@ def metrics(shot: Snapshot) -> str:
     here = [worker for worker in shot.workers if worker.state]
     job = shot.job.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
     lines = []
-    for name, (kind, text) in _METRICS.items():
-        lines += [f"# HELP kvstore_hvd_{name}_total {text}", f"# TYPE kvstore_hvd_{name}_total {kind}"]
+    for field, text in _METRICS.items():
+        name = f"kvstore_hvd_{field.replace('_ns', '_seconds')}_total"
+        lines += [f"# HELP {name} {text}", f"# TYPE {name} counter"]
         for worker in here:
-            of = _figures_of(worker.counts)
-            value = of[name] if name in of else of[name.replace("_seconds", "_ms")] / 1e3
-            lines.append(f'kvstore_hvd_{name}_total{{job="{job}",rank="{worker.rank}"}} {value!r}')
+            value = getattr(worker.counts, field) / (1e9 if field.endswith("_ns") else 1)
+            lines.append(f'{name}{{job="{job}",rank="{worker.rank}"}} {value!r}')
     of_job = {
         "workers": ("Workers of the world.", len(shot.workers)),
         "generation": ("Number of the world; it grows as workers come, go or are lost.", shot.generation),

@@ -27,7 +27,7 @@ from kvstore_hvd.world import flight
 from kvstore_hvd.world.control import failure_sender
 from kvstore_hvd.world.flight import Observer
 from kvstore_hvd.world.segment import Connection, refusals_explained
-from kvstore_hvd.world.stall import StallInspector, program_line
+from kvstore_hvd.world.stall import StallInspector
 from kvstore_hvd.world.topology import Host, Place, World, reduce_in_place
 
 # Seconds after an operation's deadline: the engine fails the operation a little later, with a better text.
@@ -152,8 +152,7 @@ class Member:
         if self._has_told or _EXPLAINED in str(connection.engine.health()):
             return
         self._has_told = True
-        line, rank = program_line(strict=True), self.topology.rank_in_all
-        flight.note_loss(connection.engine.segment, line, rank, failure_sender())
+        flight.note_loss(connection.engine.segment, failure_sender())
 
     @property
     def present_engine(self) -> native.Engine | None:

@@ -254,12 +254,12 @@ def _state(engine: native.Engine, rank: int) -> str:
         return ""
 
 
-def program_line(*, strict: bool = False) -> str:
+def program_line() -> str:
     """Where the main thread is in the program, outside of libraries: ``'train.py:12 in main'``."""
-    # Where it is in libraries only: the innermost call, or, if `strict`, ''.
+    # Where it is in libraries only: the innermost call.
     calls = native.calls_of(threading.main_thread().ident or 0, _MOST_CALLS)
     of_program = (call for call in calls if str(call[3]).partition(".")[0] not in LIBRARIES)
-    path, line, function, _ = next(of_program, calls[0] if calls and not strict else ("", 0, "", ""))
+    path, line, function, _ = next(of_program, calls[0] if calls else ("", 0, "", ""))
     return f"{path if len(path) <= _MAX_PATH else f'...{path[-_MAX_PATH:]}'}:{line} in {function}" if path else ""
 
 
