@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from kvstore_hvd import native
 from kvstore_hvd.base import files
 from kvstore_hvd.errors import LaunchError, figure, message, printable, rank_list
+from kvstore_hvd.launch.processes import ask
 from kvstore_hvd.native import Counts
 from kvstore_hvd.world.flight import describe_late, part_of, slow_worker
 
@@ -162,8 +163,7 @@ def explain(story: Story) -> str:
         who += f", not by {rank_list(one.missing)}" if one.missing else ""
         who += f", not over on {rank_list(one.since)}" if one.over else ""
         more = f"; {len(pending) - 1} more under way" if len(pending) > 1 else ""
-        first = "First that is not over" if len(pending) < _KNOWN else f"First of the last {_KNOWN:,} that is not over"
-        lines.append(f"{first}: {one.text}, {who}, {figure(one.age_s)} s before{more}.")
+        lines.append(f"First that is not over: {one.text}, {who}, {figure(one.age_s)} s before{more}.")
     shown = sorted(workers, key=lambda rank: (not pending or rank not in pending[0].late, rank))[:_SHOWN]
     lines += [f"  {workers[rank].name} {_where(story, rank)}" for rank in shown]
     if len(workers) > _SHOWN:
@@ -311,23 +311,19 @@ def stacks(segments: Sequence[Any]) -> str:
     for pid, path in _memory_files(files.STACKS):
         worker = pids.pop(pid, None)
         if worker is not None:
-            told.append((worker.rank, f"rank {worker.rank} ({worker.host}, pid {pid}):\n{_stacks_of(pid, path)}"))
+            told.append((worker.rank, f"rank {worker.rank} ({worker.host}, pid {pid}):\n{_stacks_of(worker, path)}"))
     told += [(one.rank, f"rank {one.rank} ({one.host}, pid {pid}) tells no stacks") for pid, one in pids.items()]
     return "\n".join(text for _, text in sorted(told))
 
 
-def _stacks_of(pid: int, path: str) -> str:
+def _stacks_of(worker: native.Worker, path: str) -> str:
+    if worker.is_stopped:
+        return "  it is stopped"
     try:
-        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
-            fields = {line.partition(":")[0]: line.split()[1:2] for line in file}
-        if fields["State"][0] in ("T", "t"):
-            return "  it is stopped"
-        caught = int(fields["SigCgt"][0], 16)
-        if not caught >> (files.STACKS_SIGNAL - 1) & 1:
-            return "  it tells no stacks any more"
         with open(path, "rb") as memory:
             begin = size = memory.seek(0, os.SEEK_END)
-            os.kill(pid, files.STACKS_SIGNAL)
+            if not ask(worker.pid, files.STACKS_SIGNAL):
+                return "  it tells no stacks any more"
             end = time.monotonic() + _STACKS_S
             while time.monotonic() < end:
                 time.sleep(_QUIET_S)
@@ -340,7 +336,7 @@ def _stacks_of(pid: int, path: str) -> str:
             # But for this package's own threads.
             text = "\n".join(one for one in threads if not ("/kvstore_hvd/world/" in one and " in _bootstrap" in one))
         return text or "  it does not answer"
-    except (OSError, ValueError, LookupError) as error:
+    except (OSError, ValueError) as error:
         return f"  {error}"
 
 

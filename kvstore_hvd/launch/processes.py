@@ -221,14 +221,14 @@ def _running() -> Iterator[tuple[int, list[bytes]]]:
                     yield int(entry), stat
 
 
-def _ask_group(group: int, number: int) -> None:
-    """Send a signal to those of a process group that have a handler for it."""
-    for pid, stat in _running():
-        if int(stat[2]) == group:
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as file:
-                (caught,) = (int(line.split()[1], 16) for line in file if line.startswith(b"SigCgt:"))
-                if caught >> number - 1 & 1:
-                    os.kill(pid, number)
+def ask(pid: int, number: int) -> bool:
+    """Send a signal to a process if it has a handler for it; whether it has. Raises OSError if there is no process."""
+    with open(f"/proc/{pid}/status", "rb") as file:
+        (caught,) = (int(line.split()[1], 16) for line in file if line.startswith(b"SigCgt:"))
+    if caught >> number - 1 & 1:
+        os.kill(pid, number)
+        return True
+    return False
 
 
 def children() -> set[tuple[int, bytes]]:
@@ -277,7 +277,10 @@ class Reaper:
         if leader not in self._leaders:
             return
         if number == signal.SIGQUIT:  # it would end shells, and workers that have not joined yet
-            _ask_group(leader, number)
+            for pid, stat in _running():
+                if int(stat[2]) == leader:
+                    with contextlib.suppress(OSError):
+                        ask(pid, number)
             return
         with contextlib.suppress(OSError):
             (os.kill if number == signal.SIGKILL else os.killpg)(leader, number)
