@@ -167,8 +167,9 @@ class Jobs:
     def key(self, job: Job, now: float) -> tuple[Any, list[Any]]:
         """What a job decides by, and its workers in an order: alike for jobs that do the same from here on.
 
-        Times are relative to now. Slots of a host are numbered as they appear. Left out are numbers that only grow and
-        are only told, and counts that end a job after more faults than are played.
+        Times are relative to now. Once there are ranks (the first go by slots), slots of a host are numbered as they
+        appear. Left out are numbers that only grow and are only told, and counts that end a job after more faults than
+        are played.
         """
         generation = job.generation
         others = [worker for worker in job.running if worker not in generation.members]
@@ -183,7 +184,8 @@ class Jobs:
         labels: dict[Slot, tuple[str, int]] = {}
         free = sorted(job.slots, key=lambda slot: (usable.get(slot, 0.0), slot in crashed))
         for slot in dict.fromkeys([*(worker.slot for worker in kept), *free]):
-            labels[slot] = slot.host, sum(host == slot.host for host, _ in labels.values())
+            index = sum(host == slot.host for host, _ in labels.values()) if generation.begun else slot.index
+            labels[slot] = slot.host, index
 
         def label(where: Any) -> tuple[str, int]:
             return (where, -1) if isinstance(where, str) else labels.get(where, (where.host, 100 + where.index))
@@ -231,7 +233,10 @@ class Jobs:
         pauses = sorted((label(each), until(at)) for each, at in usable.items())
         slots = job.slots._hosts, pauses, sorted(map(label, crashed))
         apart = sorted((sorted(pair), count) for pair, count in job._apart.items())
-        return repr(([*map(of, kept)], world, past, slots, sorted(job._leaving), apart)), kept
+        # Who shares a world notices the end of a mate.
+        given = [worker.generation if worker.code is None else -1 for worker in kept]
+        mates = [given.index(number) if number >= 0 else -1 for number in given]
+        return repr(([*map(of, kept)], mates, world, past, slots, sorted(job._leaving), apart)), kept
 
 
 class Table(dict[tuple[str, str], str]):
