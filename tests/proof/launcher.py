@@ -375,7 +375,8 @@ def _told(worker: Worker, kind: str) -> tuple[Worker, ...]:
     if kind.startswith("SIGKILL"):  # nothing but its exit code is heard any more
         is_untold = kind == "SIGKILL late" and worker.stuck
         assert not is_untold, "a worker is killed for being late, and was not told that its world is lost"
-        return (Worker("gone", words=worker.words[-1:] if worker.phase == "gone" else (-signal.SIGKILL,)),)
+        gone = (before.words[-1:] if before.phase == "gone" else (-signal.SIGKILL,) for before in runs(worker))
+        return tuple(Worker("gone", words=words) for words in dict.fromkeys(gone))
     return tuple(dict.fromkeys(after for before in runs(worker) for after in told(before, kind)))
 
 
