@@ -219,7 +219,7 @@ class Worker(NamedTuple):
     pid: int
     state: str  # 'absent', 'joined' or 'left'; of another host: ''
     is_stopped: bool
-    doing: str  # where its program is, and in which operation; '' if it is not late
+    doing: str  # where its program is, and in which operation it waits; '' if that is not known
     counts: Counts
     operations: list[Operation]  # the last ones, oldest first; of workers of this host
 

@@ -24,7 +24,7 @@ Pending::Added Pending::add(std::shared_ptr<Work> work, bool watched) {
   const auto [found, is_new] = names_.try_emplace(work->request().name);
   Name& name = found->second;
   Work& added = *work;
-  name.is_used = true;
+  name.is_used = !is_new;
   if (is_new) known_.push_back(found->first);
   name.queue.push_back(std::move(work));
   count_.fetch_add(1, std::memory_order_relaxed);  // Relaxed: publishes nothing.
@@ -48,7 +48,7 @@ Pending::Ready Pending::start(Name& name, bool watched) {
 // Bounds the memory of programs that use ever new names: of those that are over, one that has not been used for long
 // (second chance). Right after a submission: what rounds_ knows by pointers is under way.
 void Pending::forget_names() {
-  for (std::size_t looks = 2 * known_.size(); looks > 0 && names_.size() > kSlots; --looks) {
+  for (int look = 0; look < 2; ++look) {
     const auto oldest = names_.find(known_.front());
     known_.pop_front();
     Name& name = oldest->second;

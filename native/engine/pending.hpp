@@ -192,7 +192,7 @@ class Pending {
     SlotHandle slot;
     std::deque<std::shared_ptr<Work>> queue;
     Statistics statistics;
-    bool is_used = false;  // since forget_names() looked at it
+    bool is_used = false;  // again, since forget_names() looked at it
   };
 
   Ready start(Name& name, bool watched = false);

@@ -5,7 +5,7 @@
 namespace kvstore_hvd {
 namespace {
 
-constexpr std::size_t kLooks = 20;  // see Rounds
+constexpr std::size_t kMostLooks = 20;  // see Rounds
 
 void expose(Statistics& statistics, Clock::time_point from, Clock::time_point until) {
   statistics.last.exposed = std::max(until - from, Clock::duration::zero());
@@ -107,7 +107,7 @@ void Rounds::look(bool is_blocked) {
 
 void Rounds::add_wait(std::chrono::nanoseconds time) {
   if (looks_ > 0) {
-    counted_ = std::max(std::min(counted_ + looks_, kLooks), looks_);
+    counted_ = std::max(std::min(counted_ + looks_, kMostLooks), looks_);
     const auto looks = static_cast<double>(looks_);
     blocked_part_ += (static_cast<double>(blocked_) - blocked_part_ * looks) / static_cast<double>(counted_);
   }

@@ -85,7 +85,7 @@ class Rounds {
   bool begun_ = false;         // something was submitted in this round
   std::size_t under_way_ = 0;  // of this round's operations
   // Looks since the last submission while operations were under way; those that found the program blocked; which part
-  // these were of the looks, of kLooks at most, that counted.
+  // these were of the looks, of kMostLooks at most, that counted.
   std::size_t looks_ = 0, blocked_ = 0, counted_ = 0;
   double blocked_part_ = 0;
   RoundStatistics statistics_;

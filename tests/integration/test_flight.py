@@ -214,10 +214,11 @@ hvd.init()
 net = mx.gluon.nn.Dense(3, in_units=3)
 net.initialize()
 trainer = hvd.DistributedTrainer(net.collect_params(), 'sgd')
+data = (mx.np if mx.__version__ >= '2' else mx.nd).ones((2, 3))
 def train(steps, load_s):
     for _ in range(steps):
         time.sleep(load_s)
-        with mx.autograd.record(): loss = net(mx.nd.ones((2, 3))).sum()
+        with mx.autograd.record(): loss = net(data).sum()
         loss.backward()
         trainer.step(2)
 train(3, 0)
