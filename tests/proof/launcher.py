@@ -5,7 +5,8 @@ worker is heard, time passes until the next deadline, or a fault happens. Worker
 their steps touch nothing else. A step is taken when the job hears of it; or before something reaches the worker: a
 message, a signal, or the end of another member of its world. So messages cross on the way in each possible manner.
 
-Jobs that decide alike are one: see `Jobs.key`. An event of a job is played once, whatever the workers know.
+Jobs that decide alike are one: see `Jobs.key`. An event of a job is played once, whatever the workers know; and what
+it does with workers is found once, whatever else the job does.
 """
 
 import contextlib
@@ -56,27 +57,47 @@ class Bounds(NamedTuple):
         return f"{self.worker_faults}-and-{self.host_faults}-faults-{workers}"
 
 
-class Node(NamedTuple):
-    """A job; equal ones are one node. Workers are named by their position in `ids`."""
+class Place(NamedTuple):
+    """What decides about a job which events may happen. Workers are named by their position."""
 
-    job: bytes  # pickled
-    now: float
-    ids: tuple[int, ...]
-    worlds: tuple[int, ...]  # generation of each, -1 without one
+    worlds: tuple[int, ...]  # of each, by the first worker in it; -1 without one
     hosts: tuple[str, ...]  # of each
     has_deadline: bool
     leaving: tuple[str, ...]  # hosts
+    bereft: tuple[int, ...]  # who could go on when a job ends because nobody has its state
+
+
+class Node(NamedTuple):
+    """A job; equal ones are one node."""
+
+    job: bytes  # pickled
+    now: float
+    ids: tuple[int, ...]  # of the workers, by position
+    place: int
     end: Optional[End]
-    bereft: tuple[int, ...]  # those that could go on when a job ends because nobody has its state
 
 
-class Step(NamedTuple):
-    """What an event does: the next job, where its workers were before (None: new or ended), and what they are told."""
+class Effect(NamedTuple):
+    """What an event does with workers, by their positions in the next job."""
 
-    node: int
-    before: tuple[Optional[int], ...]
+    before: tuple[Optional[int], ...]  # the position of each until then; None: new or ended
     started: tuple[int, ...]
     told: tuple[tuple[int, str], ...]
+    worlds: tuple[int, ...]  # as in Place
+    is_end: bool
+    bereft: tuple[int, ...]  # as in Place
+
+
+class Numbers(dict[Any, int]):
+    """Values, numbered as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Any] = []
+
+    def __missing__(self, value: Any) -> int:
+        self.all.append(value)
+        return self.setdefault(value, len(self))
 
 
 def no_lines(_: int) -> tuple[str, ...]:
@@ -89,19 +110,23 @@ class Jobs:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.nodes: list[Node] = []
+        self.places, self.events, self.effects = Numbers(), Numbers(), Numbers()
         self._numbers: dict[Any, int] = {}
-        self._steps: dict[tuple[int, Any], Step] = {}
+        self._steps: dict[tuple[int, int], tuple[int, int]] = {}
         self._deadlines: list[float] = []
         job = Job(settings, 0.0, no_lines)
         before = job.generation
         job.hosts(HOSTS, 0.0)
         self.root = self._next(job, before, 0.0, ())
 
-    def after(self, number: int, event: tuple[Any, ...]) -> Step:
-        """Play an event: ("hears", worker, word), ("time",), ("host lost", host) or ("notice", host)."""
-        step = self._steps.get((number, event))
+    def after(self, number: int, event_number: int) -> tuple[int, int]:
+        """Play an event: ("hears", worker, word), ("time",), ("host lost", host) or ("notice", host).
+
+        Returns the number of the next node, and that of the effect.
+        """
+        step = self._steps.get((number, event_number))
         if step is None:
-            node = self.nodes[number]
+            node, event = self.nodes[number], self.events.all[event_number]
             job, now = pickle.loads(node.job), node.now
             before, was_lost = job.generation, job.generation.phase == "lost"
             if event[0] == "time":
@@ -119,10 +144,12 @@ class Jobs:
                 else:
                     message = message_of(word, worker.id, worker.generation, worker.slot.host)
                     job.heard(worker.id, message, now)
-            step = self._steps[number, event] = self._next(job, before, now, node.ids, was_lost)
+            step = self._steps[number, event_number] = self._next(job, before, now, node.ids, was_lost)
         return step
 
-    def _next(self, job: Job, before: Generation, now: float, ids: tuple[int, ...], was_lost: bool = False) -> Step:
+    def _next(
+        self, job: Job, before: Generation, now: float, ids: tuple[int, ...], was_lost: bool = False
+    ) -> tuple[int, int]:
         actions: list[Action] = []
         while new := job.take():
             actions += new
@@ -141,7 +168,8 @@ class Jobs:
         said = [(name, "SIGKILL late" if kind == "SIGKILL" and kept[name] in late else kind) for name, kind in said]
         starts = tuple(names[each.worker] for each in actions if isinstance(each, Start) and each.worker in names)
         was = tuple(known.get(worker) if job.workers[worker].code is None else None for worker in kept)
-        return Step(number, was, starts, tuple(said))
+        place, is_end = self.places.all[self.nodes[number].place], self.nodes[number].end is not None
+        return number, self.effects[Effect(was, starts, tuple(said), place.worlds, is_end, place.bereft)]
 
     def _number(self, job: Job, now: float, end: Optional[End]) -> tuple[int, list[int]]:
         key, kept = self.key(job, now)
@@ -151,13 +179,13 @@ class Jobs:
         wait_s = round(job.wake_at - now, 3)
         number = self._numbers.setdefault(key, len(self.nodes))
         if number == len(self.nodes):
-            worlds = tuple(worker.generation if worker.code is None else -1 for worker in kept)
+            worlds = [worker.generation if worker.code is None else -1 for worker in kept]
             hosts = tuple(worker.slot.host for worker in kept)
-            has_deadline = job.wake_at < math.inf
-            blob = pickle.dumps(job, pickle.HIGHEST_PROTOCOL)
-            leaving = tuple(job._leaving)
             bereft = tuple(name for name, worker in enumerate(kept) if is_lost and worker.taking_part)
-            self.nodes.append(Node(blob, now, tuple(ids), worlds, hosts, has_deadline, leaving, end, bereft))
+            firsts = tuple(worlds.index(world) if world >= 0 else -1 for world in worlds)
+            place = Place(firsts, hosts, job.wake_at < math.inf, tuple(job._leaving), bereft)
+            blob = pickle.dumps(job, pickle.HIGHEST_PROTOCOL)
+            self.nodes.append(Node(blob, now, tuple(ids), self.places[place], end))
             self._deadlines.append(wait_s)
             if end is not None:
                 _check_end(pickle.loads(blob), now)
@@ -261,91 +289,101 @@ class Histories:
         jobs._REPORT_AFTER_S = jobs._SOON_S = phases._LONG_LIFE_S = math.inf
         cooldown = bounds.cooldown_s, bounds.cooldown_s
         self._jobs = Jobs(SETTINGS._replace(min_np=bounds.min_np, max_np=bounds.max_np, cooldown=cooldown))
-        self._workers: list[Workers] = []
-        self._numbers: dict[Workers, int] = {}
-        first = self._jobs.root
-        self.root = self._state(first.node, tuple(Worker() for _ in first.started), *bounds[:2])
+        self._workers = Numbers()
+        self._moves: dict[int, list[tuple[Any, ...]]] = {}  # by place, workers and faults
+        self._after: dict[int, list[int]] = {}  # by effect and workers
+        node, effect = self._jobs.root
+        workers = tuple(Worker() for _ in self._jobs.effects.all[effect].started)
+        self.root = node << 32 | self._workers[workers] << 4 | bounds.host_faults << 2 | bounds.worker_faults
 
-    def _state(self, job: int, workers: Workers, faults: int, host_faults: int) -> State:
-        number = self._numbers.setdefault(workers, len(self._workers))
-        if number == len(self._workers):
-            self._workers.append(workers)
-        return job << 32 | number << 4 | host_faults << 2 | faults
-
-    def _parts(self, state: State) -> tuple[int, Workers, int, int]:
-        return state >> 32, self._workers[state >> 4 & 0xFFFFFFF], state & 3, state >> 2 & 3
+    def _parts(self, state: State) -> tuple[Node, Workers, int, int]:
+        return self._jobs.nodes[state >> 32], self._workers.all[state >> 4 & 0xFFFFFFF], state & 3, state >> 2 & 3
 
     def is_end(self, state: State) -> bool:
         return self._jobs.nodes[state >> 32].end is not None
 
     def show(self, state: State) -> str:
-        job, workers, faults, host_faults = self._parts(state)
-        ids = self._jobs.nodes[job].ids
+        node, workers, faults, host_faults = self._parts(state)
         texts = []
-        for number, worker in zip(ids, workers):
+        for number, worker in zip(node.ids, workers):
             signs = [sign for sign in ("synced", "asked", "stuck") if getattr(worker, sign, False)]
             words = f" (unheard: {', '.join(map(str, worker.words))})" if worker and worker.words else ""
             texts.append(f"{number} {', '.join((worker.phase if worker else 'ended', *signs))}{words}")
-        end = self._jobs.nodes[job].end
-        ending = f" | end: {end.code} {end.reason}" if end else ""
+        ending = f" | end: {node.end.code} {node.end.reason}" if node.end else ""
         return f"| {' | '.join(texts)} | left: {faults} faults, {host_faults} of hosts{ending}"
 
-    def moves(self, state: State) -> Iterator[tuple[str, State]]:
-        job, workers, faults, host_faults = self._parts(state)
-        node = self._jobs.nodes[job]
+    def name(self, state: State, move: tuple[str, int]) -> str:
+        return f"{move[0]} {self._jobs.nodes[state >> 32].ids[move[1]]}" if move[1] >= 0 else move[0]
+
+    def moves(self, state: State) -> Iterator[tuple[tuple[str, int], State]]:
+        job, place = state >> 32, self._jobs.nodes[state >> 32].place
+        key = place << 32 | state & 0xFFFFFFFF
+        moves = self._moves.get(key)
+        if moves is None:
+            moves = self._moves[key] = list(self._find(self._jobs.places.all[place], *self._parts(state)[1:]))
+        for move, event, workers, left in moves:
+            if event is None:
+                yield move, job << 32 | workers << 4 | left
+                continue
+            try:
+                number, effect = self._jobs.after(job, event)
+                after = self._after.get(effect << 28 | workers)
+                if after is None:
+                    found = self._affect(self._jobs.effects.all[effect], self._workers.all[workers])
+                    after = self._after[effect << 28 | workers] = [self._workers[each] << 4 for each in found]
+            except AssertionError as error:
+                text = " ".join(map(str, self._jobs.events.all[event]))
+                raise AssertionError(f"{text}: {str(error).splitlines()[0]}") from None
+            for each in after:
+                yield move, number << 32 | each | left
+
+    def _find(
+        self, place: Place, workers: Workers, faults: int, host_faults: int
+    ) -> Iterator[tuple[tuple[str, int], Optional[int], int, int]]:
+        """What may happen: its name, the event, the workers before it, and the faults left."""
+        events, numbers, left = self._jobs.events, self._workers, host_faults << 2 | faults
         is_busy = False
         for name, worker in enumerate(workers):
             if worker is None:
                 continue
             for word, other in _says(worker):
                 is_busy = True
-                for after in self._after(job, ("hears", name, word), _with(workers, name, other)):
-                    yield f"hears {node.ids[name]}: {word}", self._state(*after, faults, host_faults)
+                event = events["hears", name, word]
+                yield (f"{word} of", name), event, numbers[_with(workers, name, other)], left
             if worker.phase == "hung":
-                mates = [each for each, world in zip(workers, node.worlds) if world == node.worlds[name]]
+                mates = [each for each, world in zip(workers, place.worlds) if world == place.worlds[name]]
                 if all(each is None or each.phase in ("hung", "gone") for each in mates):
                     # Nobody in its world is left to notice it. The launcher waits, as it may be at work.
-                    ended = _with(workers, name, worker.ends(1))
-                    yield f"end of {node.ids[name]}", self._state(job, ended, faults, host_faults)
+                    yield ("end of", name), None, numbers[_with(workers, name, worker.ends(1))], left
             if faults and worker.phase not in ("gone", "hung"):
                 for kind, become in (("crash", _crashes), ("hang", _hangs), ("timeout", _times_out)):
                     for other in become(worker):
-                        for after in _break(node, _with(workers, name, other), [name], kind == "hang"):
-                            yield f"{kind} of {node.ids[name]}", self._state(job, after, faults - 1, host_faults)
-        if node.has_deadline and (not is_busy or faults):
-            for after in self._after(job, ("time",), workers):
-                yield "time passes", self._state(*after, faults - is_busy, host_faults)
+                        for after in _break(place.worlds, _with(workers, name, other), [name], kind == "hang"):
+                            yield (f"{kind} of", name), None, numbers[after], left - 1
+        if place.has_deadline and (not is_busy or faults):
+            yield ("time passes", -1), events["time",], numbers[workers], left - is_busy
         for host in HOSTS:
-            is_leaving, there = host in node.leaving, [name for name, each in enumerate(node.hosts) if each == host]
+            is_leaving, there = host in place.leaving, [name for name, each in enumerate(place.hosts) if each == host]
             if is_leaving or (there and host_faults):
                 lost = [name for name in there if (worker := workers[name]) is not None and worker.phase != "gone"]
-                for left in _break(node, workers, lost):
-                    for after in self._after(job, ("host lost", host), left):
-                        yield f"host {host} lost", self._state(*after, faults, host_faults - (not is_leaving))
+                for after in _break(place.worlds, workers, lost):
+                    event = events["host lost", host]
+                    yield (f"host {host} lost", -1), event, numbers[after], left - (0 if is_leaving else 4)
             if there and not is_leaving and host_faults:
-                for after in self._after(job, ("notice", host), workers):
-                    yield f"notice of {host}", self._state(*after, faults, host_faults - 1)
+                yield (f"notice of {host}", -1), events["notice", host], numbers[workers], left - 4
 
-    def _after(self, job: int, event: tuple[Any, ...], workers: Workers) -> Iterable[tuple[int, Workers]]:
-        """The job after an event, with each of the workers' possible states."""
-        try:
-            return self._next(job, event, workers)
-        except AssertionError as error:
-            raise AssertionError(f"{' '.join(map(str, event))}: {str(error).splitlines()[0]}") from None
-
-    def _next(self, job: int, event: tuple[Any, ...], workers: Workers) -> Iterable[tuple[int, Workers]]:
-        number, before, started, said = self._jobs.after(job, event)
-        node = self._jobs.nodes[number]
-        after: list[Workers] = [tuple([None if name is None else workers[name] for name in before])]
-        for name in started:
+    def _affect(self, effect: Effect, workers: Workers) -> list[Workers]:
+        """What the workers may be after it."""
+        after: list[Workers] = [tuple([None if name is None else workers[name] for name in effect.before])]
+        for name in effect.started:
             after = [_with(after[0], name, Worker())]
-        if node.end is not None:
-            for name in node.bereft:
+        if effect.is_end:
+            for name in effect.bereft:
                 worker = after[0][name]
                 has_it = worker is not None and worker.phase != "gone" and worker.synced
-                assert not has_it, f"the state is lost although worker {node.ids[name]} has it"
-            return [(number, after[0])]
-        for name, kind in said:
+                assert not has_it, "the state is lost although a worker has it"
+            return after
+        for name, kind in effect.told:
             found: dict[Workers, None] = {}
             for each in after:
                 if (worker := each[name]) is None:
@@ -354,9 +392,9 @@ class Histories:
                 for other in _told(worker, kind):
                     now = _with(each, name, other)
                     has_left = other.phase == "gone" and worker.phase != "gone" and "finished" not in other.words
-                    found.update(dict.fromkeys(_break(node, now, [name]) if has_left else [now]))
+                    found.update(dict.fromkeys(_break(effect.worlds, now, [name]) if has_left else [now]))
             after = list(found)
-        return [(number, each) for each in after]
+        return after
 
 
 def _with(workers: Workers, name: int, worker: Worker) -> Workers:
@@ -412,12 +450,12 @@ def _loses_peer(worker: Worker, hangs: bool) -> tuple[Worker, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _break(node: Node, workers: Workers, lost: Iterable[int], hangs: bool = False) -> list[Workers]:
+def _break(worlds: tuple[int, ...], workers: Workers, lost: Iterable[int], hangs: bool = False) -> list[Workers]:
     """What the workers may become after these have left their worlds."""
     after = [workers]
     for name in lost:
-        for mate, world in enumerate(node.worlds):
-            if world == node.worlds[name] >= 0 and mate != name:
+        for mate, world in enumerate(worlds):
+            if world == worlds[name] >= 0 and mate != name:
                 after = [_with(each, mate, now) for each in after if (w := each[mate]) for now in _loses_peer(w, hangs)]
     return after
 
@@ -437,5 +475,5 @@ def _check_end(job: Job, now: float) -> None:
 def prove(bounds: Bounds) -> tuple[Result, set[tuple[str, str]]]:
     """Search all histories; returns also the transitions of phases that no history has taken."""
     histories = Histories(bounds)
-    result = search(histories.root, histories.moves, histories.is_end, histories.show, LIMIT)
+    result = search(histories.root, histories.moves, histories.is_end, histories.name, histories.show, LIMIT)
     return result, set(histories.table) - histories.table.taken

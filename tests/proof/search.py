@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 State = int
-Moves = Callable[[State], Iterable[tuple[Any, State]]]  # a name and the next state; raises AssertionError at a bad one
+Moves = Callable[[State], Iterable[tuple[Any, State]]]  # a move and the next state; raises AssertionError at a bad one
 
 
 class Result(NamedTuple):
@@ -23,7 +23,12 @@ class Result(NamedTuple):
 
 
 def search(
-    root: State, moves: Moves, is_end: Callable[[State], bool], show: Callable[[State], str], limit: int
+    root: State,
+    moves: Moves,
+    is_end: Callable[[State], bool],
+    name: Callable[[State, Any], str],
+    show: Callable[[State], str],
+    limit: int,
 ) -> Result:
     """Search all states, breadth first; more than `limit` of them are a fault, as some would not be looked at."""
     start, edges, ends = time.monotonic(), 0, array("l")
@@ -41,8 +46,9 @@ def search(
         while way[-1]:
             way.append(parents[way[-1]])
         way.reverse()
-        names = [next(name for name, state in moves(states[a]) if state == states[b]) for a, b in zip(way, way[1:])]
-        lines = [f"{name!s:28} {show(states[each])}" for name, each in zip(["", *names], way)]
+        steps = [(states[a], states[b]) for a, b in zip(way, way[1:])]
+        names = [name(a, next(move for move, state in moves(a) if state == b)) for a, b in steps]
+        lines = [f"{text:28} {show(states[each])}" for text, each in zip(["", *names], way)]
         return "\n".join((*lines, last))
 
     number = 0
