@@ -173,7 +173,7 @@ def rank_list(ranks: Iterable[int]) -> str:
     return f"{'rank' if len(every) == 1 else 'ranks'} {text}" if every else "no rank"
 
 
-def figure(value: float) -> str:
+def rounded(value: float) -> str:
     """Three digits, or all of a large number: ``'0.0123'``, ``'14.2'``, ``'1,234'``."""
     return f"{value:.3g}" if value < 999.5 else f"{value:,.0f}"
 

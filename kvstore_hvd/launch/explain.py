@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from kvstore_hvd import native
 from kvstore_hvd.base import files
-from kvstore_hvd.errors import LaunchError, figure, message, printable, rank_list
+from kvstore_hvd.errors import LaunchError, message, printable, rank_list, rounded
 from kvstore_hvd.launch.processes import ask
 from kvstore_hvd.native import Counts
 from kvstore_hvd.world.flight import describe_late, part_of, slow_worker
@@ -163,7 +163,7 @@ def explain(story: Story) -> str:
         who += f", not by {rank_list(one.missing)}" if one.missing else ""
         who += f", not over on {rank_list(one.since)}" if one.over else ""
         more = f"; {len(pending) - 1} more under way" if len(pending) > 1 else ""
-        lines.append(f"First that is not over: {one.text}, {who}, {figure(one.age_s)} s before{more}.")
+        lines.append(f"First that is not over: {one.text}, {who}, {rounded(one.age_s)} s before{more}.")
     shown = sorted(workers, key=lambda rank: (not pending or rank not in pending[0].late, rank))[:_SHOWN]
     lines += [f"  {workers[rank].name} {_where(story, rank)}" for rank in shown]
     if len(workers) > _SHOWN:
@@ -187,15 +187,15 @@ def _where(story: Story, rank: int) -> str:
     if worker.operations is None:
         return f"is on a host that has told nothing{line}."
     if rank in story.patient:
-        return f"has no input left and waits for the others, for {figure(story.patient[rank])} s{line}."
+        return f"has no input left and waits for the others, for {rounded(story.patient[rank])} s{line}."
     own = next((one for one in story.pending if rank in one.since), None)
     if own is not None:
         whom = f" for {rank_list(own.missing)}" if own.missing else ""
-        return f"waited in {own.text}{whom}, for {figure(own.since[rank])} s{line}."
+        return f"waited in {own.text}{whom}, for {rounded(own.since[rank])} s{line}."
     last = min(worker.operations, key=lambda one: one.over_s, default=None)
     if last is None:
         return f"has submitted nothing{line}."
-    return f"waited for nothing: {last.text} was over {figure(last.over_s)} s before{line}."
+    return f"waited for nothing: {last.text} was over {rounded(last.over_s)} s before{line}."
 
 
 def _slow(story: Story, counts: Mapping[int, Counts], elapsed_s: float) -> list[str]:

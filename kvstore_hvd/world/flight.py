@@ -20,7 +20,7 @@ from typing import Any
 from kvstore_hvd import __version__, log, native
 from kvstore_hvd.base import files
 from kvstore_hvd.config import config
-from kvstore_hvd.errors import figure
+from kvstore_hvd.errors import rounded
 from kvstore_hvd.native import Counts, Snapshot
 from kvstore_hvd.world.topology import Place
 
@@ -255,4 +255,4 @@ def slow_worker(since: Mapping[int, Counts], elapsed_s: float) -> tuple[int, flo
 def describe_late(compared: float, last: float, behind_ms: float) -> str:
     """How late a worker came, as the end of a sentence."""
     often, mean_ms = min(100 * last / max(1, compared), 100), behind_ms / max(1, last)
-    return f"came last in {often:.0f} % of {compared:,} operations, {figure(mean_ms)} ms behind the median"
+    return f"came last in {often:.0f} % of {compared:,} operations, {rounded(mean_ms)} ms behind the median"

@@ -106,7 +106,7 @@ class Engine {
   // Requests of this rank that are over, and that are not. Without a lock.
   std::pair<std::uint64_t, std::size_t> counts() const;
 
-  // See Activity::set_line.
+  // See Activity::set_line, and Rounds::look.
   void tell_line(std::string line, const std::vector<Activity::Caller>& callers, bool is_blocked);
 
   // Leaves the world: waits (bounded by the timeout) until this rank's pending requests are done, then marks it as

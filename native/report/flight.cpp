@@ -48,7 +48,7 @@ std::optional<Flight> read(const FlightRecord& record) {
 }  // namespace
 
 void FlightRecorder::begin(Work& work, std::uint32_t slot, std::uint32_t version, std::uint64_t operation) {
-  // What is under way keeps its place, unless that takes half of them.
+  // What is under way keeps its place, unless that takes half of them. Relaxed: written by this rank only.
   const auto is_under_way = [](const FlightRecord& one) {
     return one.number.load(kRelaxed) != 0 && one.completed.load(kRelaxed) == 0;
   };
@@ -70,9 +70,10 @@ void FlightRecorder::begin(Work& work, std::uint32_t slot, std::uint32_t version
 void FlightRecorder::end(const Work& work, Clock::time_point now) {
   add(counts_.operations, 1);
   add(counts_.bytes, bytes_of(work.request()));
+  if (work.record == 0) return;
   --under_way_;
   FlightRecord& record = records_[work.record % kFlightRecords];
-  if (work.record == 0 || record.number.load(kRelaxed) != work.record) return;  // others have taken its place
+  if (record.number.load(kRelaxed) != work.record) return;  // others have taken its place
   const std::uint64_t algorithm = static_cast<std::uint64_t>(work.algorithm) + 1;
   // Release, as above.
   record.operation.store(record.operation.load(kRelaxed) | algorithm << 24, std::memory_order_release);

@@ -52,9 +52,9 @@ struct EngineStatistics {
 // An operation is exposed from the last submission of its round (or its own, which may be that) until it is complete,
 // or until the next round begins, whichever comes first; not at all if it completes before that submission.
 //
-// A thread has waited in the middle of a round if nothing was in flight at the next submission, which came at once:
-// within a quarter of that time. The program may also compute while its operations wait, such as load the next batch.
-// So it counts in which part of the last looks it was blocked.
+// A rank has also waited in the middle of a round if nothing was in flight at a submission that came at once: later
+// than the last completion by less than a quarter of the wait. Waits count by the part of the looks that found the
+// program blocked, as it may compute meanwhile, such as load the next batch.
 //
 // One thread at a time. The statistics live until the round of their last submission is over.
 class Rounds {
@@ -84,10 +84,11 @@ class Rounds {
   std::uint32_t round_ = 1;
   bool begun_ = false;         // something was submitted in this round
   std::size_t under_way_ = 0;  // of this round's operations
-  // Looks since the last submission while operations were under way; those that found the program blocked; which part
-  // these were of the looks, of kMostLooks at most, that counted.
-  std::size_t looks_ = 0, blocked_ = 0, counted_ = 0;
+  // Looks since the last submission while operations were under way, and those that found the program blocked.
+  std::size_t looks_ = 0, blocked_ = 0;
+  // The part of blocked ones among the last kMostLooks looks that counted, and how many of those there have been.
   double blocked_part_ = 0;
+  std::size_t counted_ = 0;
   RoundStatistics statistics_;
   Clock::time_point last_submission_;
   Clock::time_point before_, ended_;  // of the round before: its last submission, its end

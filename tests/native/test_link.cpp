@@ -172,6 +172,23 @@ const bool idle = testing::add("hosts that compute for longer than one may be si
   with_hosts({{0}, {1}}, body, std::chrono::seconds(60), 0, {}, {}, nullptr, {}, std::chrono::seconds(2));
 });
 
+const bool left = testing::add("arrivals are not compared while a host has no input left", [] {
+  with_hosts({{0}, {1}}, [](Engine& engine, int rank) {
+    std::vector<float> token(1), data(3);
+    const auto run = [&] { check(engine.run(allreduce("x", data)).ok(), "run"); };
+    std::shared_ptr<Work> work;
+    if (rank == 1) work = engine.submit(allreduce("~left", token));
+    for (int i = 0; i < 10; ++i) run();
+    if (rank == 0) work = engine.submit(allreduce("~left", token));
+    check(engine.wait(*work).ok(), "left");
+    for (int i = 0; i < 5; ++i) run();
+    const auto& compared = engine.segment()->world().member(0).counts.compared;
+    while (compared.load() < 5) std::this_thread::yield();  // told twice a second
+    check_equal(compared.load(), 5u, "those after it");
+    check(barrier(engine).ok(), "barrier");
+  });
+});
+
 const bool names = testing::add("ranks of other hosts are named by their own numbers, hosts and processes", [] {
   std::vector<std::pair<std::string, int>> processes;
   std::vector<int> of_all, there;

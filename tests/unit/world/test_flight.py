@@ -1,9 +1,12 @@
 """Which worker is said to be slow, by made-up figures."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from kvstore_hvd.native import Counts
-from kvstore_hvd.world.flight import slow_worker
+from kvstore_hvd.native import PATIENT, Counts
+from kvstore_hvd.world.flight import Observer, slow_worker
+from kvstore_hvd.world.topology import Host, Place
 
 
 def counts(waited_s, last, behind_s, compared=1000):
@@ -27,3 +30,21 @@ def counts(waited_s, last, behind_s, compared=1000):
 )
 def test_slow_worker(workers, expected):
     assert slow_worker(dict(enumerate(workers)), 10) == expected
+
+
+@pytest.mark.parametrize("completed", [0, 1])
+def test_a_worker_without_input_is_not_slow(caplog, completed):
+    """Its lateness is that of all which follows what the others do; once it is back, it is a worker like the others."""
+    left = SimpleNamespace(name=f"{PATIENT}left", completed=completed)
+
+    def workers(counts_of_all):
+        about = {"host": "node", "pid": 7, "doing": "at train.py:1 in main", "operations": [left]}
+        return [SimpleNamespace(rank=rank, counts=each, **about) for rank, each in enumerate(counts_of_all)]
+
+    worlds = iter([[counts(0, 0, 0, 0)] * 2, [counts(5, 0, 0), counts(0, 1000, 5)]])
+    segment = SimpleNamespace(snapshot=lambda most: SimpleNamespace(workers=workers(next(worlds))))
+    place = Place.of(0, [Host.here()] * 2, source="launcher")
+    observer = Observer(SimpleNamespace(segment=segment), place, 10)
+    observer.look(0.0)
+    observer.look(10.0)
+    assert ("rank 1 (node, pid 7) came last in 100 % of 1,000 operations" in caplog.text) == bool(completed)
