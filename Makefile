@@ -106,7 +106,7 @@ fuzz: dev
 faults: dev $(VENV)/.native
 	$(BIN)/python tests/faults/run.py $(FAULTS)
 
-# Exhaustive searches to their full depth, see docs/proof.md: a quarter of an hour. The model of links needs spin (apt).
+# Exhaustive searches to their full depth, see docs/proof.md: some 11 minutes. The model of links needs spin (apt).
 proof: dev
 	$(BIN)/python tests/proof/memory/run.py --full --jobs $(JOBS)
 	cd tests && $(abspath $(BIN))/python -m pytest -q -s -m slow proof
