@@ -4,7 +4,7 @@
 NAME is a file, file::test, a folder, a part of a file's name (`sparse`, `parallel/join`), a folder of the package
 (`store`: all that concerns it), or a C++ test (`test_engine`; `test_engine@2`: over two hosts). Without names,
 `git status` chooses. Native sources that have changed are compiled first. Each failure is shown once, with its ranks;
-logs stay in build/t. Slow and timed tests run only where their file is named. Without names, the planted faults of the
+logs stay in build/t. Slow tests run only where their file is named. Without names, the planted faults of the
 changed sources follow.
 """
 
@@ -146,7 +146,7 @@ def main(venv: Path) -> int:
 
     concern = [name for name in options.names if name in TESTS or name.startswith(("kvstore_hvd/", "native/"))]
     are_files = all(Path(test.partition("::")[0]).suffix or "/" not in test for test in tests)
-    marks = "" if options.names and are_files and not concern else "not slow and not timing"
+    marks = "" if options.names and are_files and not concern else "not slow"
     steps = []
     for kind in KINDS:
         if mine := [test for test in tests if test.startswith(str(ROOT / "tests" / kind))]:

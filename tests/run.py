@@ -1,4 +1,4 @@
-"""The test suite, as `make test` runs it: python tests/run.py [--quick | --all | --timing] [STEP...] [-- ARGUMENT...]
+"""The test suite, as `make test` runs it: python tests/run.py [--quick | --all] [STEP...] [-- ARGUMENT...]
 
 Steps: unit (pytest), parallel (3 workers; tests marked `sizes` also alone, and over virtual hosts, by TCP and by MPI),
 integration and hosts (pytest; the tests start jobs of their own, and mostly wait), proof (pytest: exhaustive searches).
@@ -43,7 +43,7 @@ class Step:
     """One run of pytest: by a launcher's ranks, or by one process with some lanes."""
 
     folder: str
-    marks: str = "not slow and not timing"
+    marks: str = "not slow"
     launcher: str = ""
     ranks: int = 1
     lanes: int = 1
@@ -52,9 +52,8 @@ class Step:
 
     @property
     def name(self) -> str:
-        chosen = "-timing" if self.marks.startswith("timing") else ""
         hosts = f"-hosts-{self.hosts}" if self.hosts else ""
-        return f"{self.folder}-{self.launcher}-{self.ranks}{hosts}" if self.launcher else f"{self.folder}{chosen}"
+        return f"{self.folder}-{self.launcher}-{self.ranks}{hosts}" if self.launcher else self.folder
 
 
 # Chains of steps run at the same time; tests of hosts mostly wait.
@@ -83,17 +82,15 @@ QUICK = [
 ]
 ALL = [
     [
-        Step("unit", "not timing", lanes=2),
-        *(Step("parallel", "not timing", "kvhvdrun", ranks) for ranks in (1, 2, 4)),
-        Step("parallel", "not timing", "mpirun", 3),
+        Step("unit", "", lanes=2),
+        *(Step("parallel", "", "kvhvdrun", ranks) for ranks in (1, 2, 4)),
+        Step("parallel", "", "mpirun", 3),
         *(step for step in SUITE[0] if step.hosts),
-        Step("integration", "not timing", lanes=2),
-        Step("integration", "timing"),
+        Step("integration", "", lanes=2),
         HOSTS,
         PROOF,
     ]
 ]
-TIMING = [[Step("integration", "timing and not slow")]]
 
 
 def run(step: Step, options: argparse.Namespace) -> Results:
@@ -198,8 +195,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP", help="one of unit, parallel, integration, hosts, proof")
     kind = parser.add_mutually_exclusive_group()
-    suites = {"quick": (QUICK, "what differs with the version of MXNet and the MPI")}
-    suites |= {"all": (ALL, "also what takes minutes"), "timing": (TIMING, "what measures time, alone")}
+    quick = QUICK, "what differs with the version of MXNet and the MPI"
+    suites = {"quick": quick, "all": (ALL, "also what takes minutes")}
     for name, (suite, text) in suites.items():
         kind.add_argument(f"--{name}", dest="suite", action="store_const", const=suite, default=SUITE, help=text)
     parser.add_argument("--isa", choices=ISAS, help="as on a processor that has no more than this")

@@ -28,7 +28,7 @@ BIN = Path(sys.executable).parent
 NATIVE = ROOT / "build/native"
 WORK = ROOT / "build/faults"
 BUILD = (sys.executable, "setup.py", "--quiet", "build_ext", "--inplace")
-MARKS = "not slow and not timing and not soak and not fuzz and not gpu"  # as in `make test`
+MARKS = "not slow and not soak and not fuzz and not gpu"  # as in `make test`
 # The last words of pytest; the innermost frame of a test that hangs or crashes; a check of native/test_*.
 NAMES = (r"(?:FAILED|ERROR) (\S+::\S+)", r"line \d+,? in (test_\w+)", r"check failed: (.*)", r"Sanitizer: (.*) \(")
 LIMIT_S = 300.0  # of one run of a test
@@ -111,7 +111,7 @@ def start_native(copy: Path, target: str, hosts: str, log: Path, flag: str) -> l
         if made is None or headers > (folder / made[1]).stat().st_mtime:
             ours = re.sub(f"{ROOT}/(native|build/temp)", rf"{copy}/\1", command.replace("++ ", f"++ {flag}", 1))
             must("sh", "-c", ours, folder=folder)
-    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1", "KVHVD_TEST_FIRST": "60", "TSAN_OPTIONS": "halt_on_error=1"})
+    pid = fork(log, {"KVHVD_TEST_HOSTS": hosts or "1", "KVHVD_TEST_FIRST": "40", "TSAN_OPTIONS": "halt_on_error=1"})
     if pid == 0:
         os.execv(folder / target, [target])
     return [pid]
@@ -249,7 +249,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="of faults [all]")
     parser.add_argument("--tenth", metavar="SEED", help="a random tenth of all, the same for the same SEED")
     parser.add_argument("--of", nargs="+", metavar="FILE", help="the faults in these files of the sources")
-    parser.add_argument("--lanes", type=int, default=(os.cpu_count() or 1) + 1, help="faults at a time [%(default)d]")
+    parser.add_argument("--lanes", type=int, default=(os.cpu_count() or 1) + 2, help="faults at a time [%(default)d]")
     options = parser.parse_args()
     known = faults()
     if unknown := [name for name in options.names if name not in known]:
@@ -261,6 +261,7 @@ def main() -> int:
         jobs = random.Random(options.tenth).sample(jobs, -(-len(jobs) // 10))
     if not jobs:
         return 0
+    jobs.sort(key=lambda job: job.tests[0].startswith(("unit", "parallel")))  # the slow ones begin first
     os.environ.update(OMP_NUM_THREADS="1", KVHVD_BUILD_JOBS="1")
     must(*BUILD)
     targets = {test.partition("/")[2] for job in jobs for test in job.tests if test.startswith(("native", "tsan"))}

@@ -74,7 +74,7 @@ def network(tmp_path):
         yield made
 
 
-@pytest.mark.timing
+@pytest.mark.alike
 def test_a_host_is_cut_off_and_comes_back_and_a_link_is_killed(train, network):
     job = train(network, workers=6, options=["--hosts", "node0:2,node1:2,node2:2"])
     world = job.until_step(size=6)
@@ -89,7 +89,7 @@ def test_a_host_is_cut_off_and_comes_back_and_a_link_is_killed(train, network):
     assert [each["host"] for each in job.events("host_lost")] == ["node1"]
 
 
-@pytest.mark.timing
+@pytest.mark.alike
 def test_two_hosts_do_not_reach_each_other(train, network):
     """The launcher reaches both: one of them is left out, and comes back when they do."""
     hosts = ["--hosts", "node0:1,node1:1,node2:1"]
@@ -207,7 +207,7 @@ def test_the_next_job_goes_on_from_the_checkpoint_of_the_last_commit(start, run,
     assert "is no checkpoint" in run(options, COUNT, code=1).err
 
 
-@pytest.mark.timing
+@pytest.mark.alike
 @pytest.mark.parametrize("name", LAUNCHERS)
 def test_workers_of_a_static_job_that_all_live_meet_again(run, name):
     """One sleeps for longer than an operation may wait; the others wait for it in the next world."""

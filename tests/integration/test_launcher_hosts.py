@@ -184,7 +184,6 @@ def test_survivors_go_on_without_a_host_and_take_it_back(start, tmp_path):
     assert job.events("slot_blacklisted") == []
 
 
-@pytest.mark.timing
 def test_a_line_is_silent(start):
     """Both sides find out by the lease: the workers there end while nobody can tell them to."""
     job = start(f"--min-np 1 {SHELL} -H localhost:1,node1:1", KVHVD_LEASE="2")
