@@ -113,7 +113,7 @@ class TimelineEvent(NamedTuple):
     dtype: str
     op: str
     failed: bool
-    round: int
+    begins_round: bool
     bytes: int
     submitted: int
     since: int

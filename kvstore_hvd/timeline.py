@@ -7,10 +7,8 @@ the timeline of a job that was killed.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import fcntl
 import glob
-import io
 import itertools
 import json
 import operator
@@ -21,22 +19,20 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any, Union, get_type_hints
+from typing import Any, Union, get_type_hints
 
-from kvstore_hvd.base.files import keep_mode, open_alone
+from kvstore_hvd.base.files import open_alone, replacing
 from kvstore_hvd.errors import rank_list
 from kvstore_hvd.native import TimelineEvent
 
 __all__ = ["start_timeline", "stop_timeline"]
 
-_FORMAT = 1
+_FORMAT = 2
 # Processes in a trace have the numbers of their ranks; those of workers that came later are above this.
 _MOST_RANKS = 1_000_000
 _JSON = json.JSONEncoder(separators=(",", ":"))
 # Numbers of calls in names: all calls share a row.
 _COUNTED = re.compile(r"(?<=\.noname)\.\d+|(?<=^join)/\d+(?=/)|(?<=^'join)/\d+(?=/)")
-# Number of rounds whose operations may come out of order.
-_OPEN_ROUNDS = 256
 
 
 def start_timeline(file_path: Union[str, os.PathLike[str]], mark_cycles: bool = False) -> None:
@@ -229,36 +225,9 @@ def write_trace(target: str, parts: Sequence[str]) -> Summary:
     if not headers or len(headers) < len(parts):
         raise StrangePartError(next((path for path in parts if path not in dict(headers)), "nothing was given"))
     trace = _Trace(min((header for _, header in headers), key=lambda header: header.monotonic_ns - header.ahead_ns))
-    temporary = f"{target}.{os.getpid()}.tmp"
-    new = open_alone(temporary)
-    try:
-        with io.TextIOWrapper(io.BufferedWriter(new), encoding="utf-8") as file:
-            keep_mode(file.fileno(), target)
-            trace.write(file, headers)
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(target, f"{target}.{os.getpid()}.tmp") as file:
+        file.writelines(line.encode() for line in trace.lines(headers))
     return trace.summary
-
-
-class _Rounds:
-    """The starts of the rounds of one world. Operations come nearly in the order of their rounds."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, int] = {}  # the earliest submission so far, by round
-        self._closed = -1
-
-    def add(self, event: TimelineEvent) -> None:
-        if event.round > self._closed:
-            self._open[event.round] = min(self._open.get(event.round, event.submitted), event.submitted)
-
-    def take(self, most_open: int) -> Iterator[int]:
-        """The starts of the first rounds, up to `most_open` of the last ones, which operations may still change."""
-        while len(self._open) > most_open:
-            self._closed = min(self._open)
-            yield self._open.pop(self._closed)
 
 
 class _Trace:
@@ -269,14 +238,14 @@ class _Trace:
         self._numbers = itertools.count(1)  # of rows: viewers merge rows of equal numbers, also of different ranks
         self.summary = Summary()
 
-    def write(self, file: IO[str], parts: Sequence[tuple[str, Header]]) -> None:
+    def lines(self, parts: Sequence[tuple[str, Header]]) -> Iterator[str]:
         # One line for each event: large traces can be looked at with grep, too.
-        file.write('{"displayTimeUnit":"ms","traceEvents":[')
+        yield '{"displayTimeUnit":"ms","traceEvents":['
         separator = "\n"
         for path, header in parts:
             try:
                 for event in self._part(path, header):
-                    file.write(f"{separator}{json.dumps(event)}")
+                    yield f"{separator}{json.dumps(event)}"
                     separator = ",\n"
             except (ArithmeticError, RecursionError, TypeError):
                 raise StrangePartError(path) from None
@@ -290,7 +259,7 @@ class _Trace:
             "lost_operations": self.summary.lost,
             "unfinished_ranks": self.summary.unfinished,
         }
-        file.write(f'\n],"otherData":{json.dumps(about)}}}\n')
+        yield f'\n],"otherData":{json.dumps(about)}}}\n'
 
     def _part(self, path: str, header: Header) -> Iterator[dict[str, Any]]:
         self._header = header
@@ -299,7 +268,6 @@ class _Trace:
         # Operations of a row do not overlap.
         self._rows: defaultdict[tuple[int, str], dict[int, int]] = defaultdict(dict)
         self._cycle_rows: dict[int, int] = {}  # by process set
-        self._rounds: defaultdict[int, _Rounds] = defaultdict(_Rounds)  # of the present world, by process set
         self.summary.ranks.append(header.rank)
         since = f", since generation {header.generation}" if header.generation else ""
         title = f"rank {header.rank} ({header.host}, pid {header.pid}{since})"
@@ -310,7 +278,6 @@ class _Trace:
             if isinstance(line, dict):
                 if "world" in line:
                     process_set = 0
-                    yield from self._rest_of_rounds()
                 process_set = operator.index(line.get("set", process_set))
                 self.summary.lost += operator.index(line.get("lost", 0))
                 ended = "end" in line
@@ -320,10 +287,8 @@ class _Trace:
                 event = TimelineEvent._make(line)
                 self.summary.operations += 1
                 yield from self._operation(process_set, event)
-                if header.mark_cycles:
-                    self._rounds[process_set].add(event)
-                    yield from self._cycles(process_set, _OPEN_ROUNDS)
-        yield from self._rest_of_rounds()
+                if header.mark_cycles and event.begins_round:
+                    yield from self._cycle(process_set, event.submitted)
         if not ended:
             self.summary.unfinished.append(header.rank)
 
@@ -349,17 +314,11 @@ class _Trace:
         yield self._span(f"NEGOTIATE_{what}", "negotiate", row, event.since, event.scheduled)
         yield {**self._span(what, event.collective, row, event.scheduled, event.completed), "args": args}
 
-    def _rest_of_rounds(self) -> Iterator[dict[str, Any]]:
-        for process_set in self._rounds:
-            yield from self._cycles(process_set, 0)
-        self._rounds.clear()
-
-    def _cycles(self, process_set: int, most_open: int) -> Iterator[dict[str, Any]]:
-        for begin in self._rounds[process_set].take(most_open):
-            if process_set not in self._cycle_rows:
-                self._cycle_rows[process_set] = next(self._numbers)
-                yield from self._head(self._cycle_rows[process_set], process_set, "cycles", 0)
-            yield self._event("i", "CYCLE_START", self._cycle_rows[process_set], s="p", ts=self._us(begin))
+    def _cycle(self, process_set: int, begin: int) -> Iterator[dict[str, Any]]:
+        if process_set not in self._cycle_rows:
+            self._cycle_rows[process_set] = next(self._numbers)
+            yield from self._head(self._cycle_rows[process_set], process_set, "cycles", 0)
+        yield self._event("i", "CYCLE_START", self._cycle_rows[process_set], s="p", ts=self._us(begin))
 
     def _head(self, row: int, process_set: int, title: str, sort_index: int) -> Iterator[dict[str, Any]]:
         if process_set:

@@ -8,8 +8,8 @@ import fcntl
 import os
 import signal
 import stat
-from collections.abc import Iterable
-from io import FileIO
+from collections.abc import Iterable, Iterator
+from io import BufferedWriter, FileIO
 
 #: The memory file of a worker for its Python stacks, and the signal on which it writes them there.
 STACKS, STACKS_SIGNAL = "kvstore_hvd-stacks", signal.SIGRTMAX - 2
@@ -55,26 +55,28 @@ def failure_file(parts: Iterable[str]) -> bytes:
 
 def replace(path: str, content: bytes) -> None:
     """Write a small file as a whole or not at all; of several processes at the same time the last one remains."""
-    temporary, rest = f"{path}.{os.getpid()}.new", memoryview(content)
     if os.path.exists(path) and not os.path.isfile(path):  # such as /dev/null
         with FileIO(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC), "w") as file:
             file.write(content)
         return
-    try:
-        with FileIO(os.open(temporary, _NEW, 0o666), "w") as file:
-            while rest:  # a full disk takes a part
-                rest = rest[file.write(rest) :]
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with replacing(path, f"{path}.{os.getpid()}.new") as file:
+        file.write(content)
 
 
-def keep_mode(file: int, path: str) -> None:
-    """Give a file the mode of `path`, which it will replace."""
-    with contextlib.suppress(FileNotFoundError):
-        os.fchmod(file, stat.S_IMODE(os.stat(path).st_mode))
+@contextlib.contextmanager
+def replacing(path: str, temporary: str) -> Iterator[BufferedWriter[FileIO]]:
+    """A new file under another name, locked, which replaces `path` and keeps its mode; an error deletes it."""
+    with BufferedWriter(open_alone(temporary)) as file:
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                os.fchmod(file.fileno(), stat.S_IMODE(os.stat(path).st_mode))
+            yield file
+            file.flush()
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
 
 def _remove(path: str) -> None:

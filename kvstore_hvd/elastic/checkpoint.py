@@ -6,7 +6,6 @@ have networks and Trainers as MXNet's own functions write and read them; ``state
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 import os
@@ -17,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvstore_hvd import log
-from kvstore_hvd.base.files import keep_mode, open_alone
+from kvstore_hvd.base.files import replacing
 from kvstore_hvd.config import config
 from kvstore_hvd.errors import InvalidRequestError, InvalidTypeError, KVHvdError, message
 
@@ -78,15 +77,7 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
         raise InvalidRequestError(message(f"{path} is a folder.", operation="save", fix="name a file."))
     unfinished = f"{path}.part"
     try:
-        new = open_alone(unfinished)
-    except (BlockingIOError, IsADirectoryError) as error:
-        fact, fix = f"another process is writing {path}.", "end the other job, or give each a file of its own."
-        if isinstance(error, IsADirectoryError):
-            fact, fix = f"{unfinished}, where {path} is written first, is a folder.", "move it, or name another file."
-        raise InvalidRequestError(message(fact, operation="save", fix=fix)) from None
-    with io.BufferedWriter(new) as file:
-        try:
-            keep_mode(file.fileno(), path)
+        with replacing(path, unfinished) as file:
             with zipfile.ZipFile(file, "w") as archive:
                 archive.writestr("state.json", json.dumps({"format": _FORMAT}))
                 for name, parts in files.items():
@@ -95,11 +86,11 @@ def write(path: str | os.PathLike[str], content: Any) -> None:
                             member.write(part)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
+    except (BlockingIOError, IsADirectoryError) as error:
+        fact, fix = f"another process is writing {path}.", "end the other job, or give each a file of its own."
+        if isinstance(error, IsADirectoryError):
+            fact, fix = f"{unfinished}, where {path} is written first, is a folder.", "move it, or name another file."
+        raise InvalidRequestError(message(fact, operation="save", fix=fix)) from None
     folder = os.open(os.path.dirname(path), os.O_RDONLY)
     try:
         os.fsync(folder)

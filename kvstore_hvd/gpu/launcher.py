@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import hashlib
 import logging
-import os
 import tempfile
 import threading
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from kvstore_hvd import errors, log
+from kvstore_hvd.base import files
 from kvstore_hvd.base.cores import Deadline
 from kvstore_hvd.config import cache_folder
 from kvstore_hvd.errors import KVHvdError, LaunchError, TransportError, message
@@ -332,15 +332,7 @@ def cached(key: str, make: Callable[[], bytes], folder: str = "") -> Iterator[Pa
     try:
         place.mkdir(parents=True, exist_ok=True)
         path = place / f"{key}-{_digest(content)}.bin"
-        number, name = tempfile.mkstemp(prefix=".", dir=place)
-        try:
-            with os.fdopen(number, "wb") as file:
-                file.write(content)
-            os.replace(name, path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.unlink(name)
-            raise
+        files.replace(str(path), content)
     except OSError as error:
         text = "compiled kernels cannot be kept in %s (%s): every start compiles them anew"
         log.once("gpu-cache", logging.INFO, text, place, error.strerror)

@@ -276,9 +276,10 @@ py::tuple take_timeline(Engine& engine) {
   py::list events(taken.events.size());
   for (std::size_t i = 0; i < taken.events.size(); ++i) {
     const TimelineEvent& one = taken.events[i];
-    events[i] = event(one.name, one.label, name_of(one.collective), name_of(one.algorithm), name_of(one.dtype),
-                      name_of(one.op), one.failed, one.round, one.bytes, clock_of(one.submitted), clock_of(one.since),
-                      clock_of(one.scheduled), clock_of(one.completed), one.on_link.arrived - one.on_link.sent);
+    events[i] =
+        event(one.name, one.label, name_of(one.collective), name_of(one.algorithm), name_of(one.dtype), name_of(one.op),
+              one.failed, one.begins_round, one.bytes, clock_of(one.submitted), clock_of(one.since),
+              clock_of(one.scheduled), clock_of(one.completed), one.on_link.arrived - one.on_link.sent);
   }
   return py::make_tuple(events, taken.lost);
 }

@@ -48,7 +48,7 @@ void Rounds::submitted(Statistics& statistics, Work& work) {
   }
   statistics.round = work.round = round_;
   last_submission_ = work.submitted;
-  begun_ = true;
+  work.begins_round = !std::exchange(begun_, true);
   ++under_way_;
 }
 
@@ -144,8 +144,8 @@ void Timeline::add(const Work& work, Clock::time_point completed, bool failed) {
   Clock::time_point scheduled = std::max(work.scheduled, work.since);
   if (work.scheduled == Clock::time_point()) scheduled = completed;
   kept_.events.push_back(TimelineEvent{request.name, request.label, request.collective, work.algorithm, request.dtype,
-                                       request.op, failed, work.round, bytes_of(request), work.submitted, work.since,
-                                       scheduled, std::max(completed, scheduled), work.on_link});
+                                       request.op, failed, work.begins_round, bytes_of(request), work.submitted,
+                                       work.since, scheduled, std::max(completed, scheduled), work.on_link});
 }
 
 }  // namespace kvstore_hvd

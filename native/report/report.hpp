@@ -103,7 +103,7 @@ struct TimelineEvent {
   DType dtype;
   ReduceOp op;
   bool failed;
-  std::uint32_t round;  // see Rounds
+  bool begins_round;    // see Rounds
   std::uint64_t bytes;  // of this rank's array; kExchange: of the largest of all ranks
   Clock::time_point submitted;
   Clock::time_point since;      // and those before it under its name are over on this rank

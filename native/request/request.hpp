@@ -129,10 +129,11 @@ class Work {
 
   // The engine's.
   Clock::time_point submitted;
-  Clock::time_point since;   // when it was submitted, or became the first of its name
-  Clock::time_point met;     // when all ranks were seen to have submitted it, see Pending::overdue
-  std::uint32_t round = 0;   // see Rounds
-  std::uint64_t record = 0;  // its number in the flight recorder; 0: it has not been announced
+  Clock::time_point since;    // when it was submitted, or became the first of its name
+  Clock::time_point met;      // when all ranks were seen to have submitted it, see Pending::overdue
+  std::uint32_t round = 0;    // see Rounds
+  bool begins_round = false;  // the first one of it
+  std::uint64_t record = 0;   // its number in the flight recorder; 0: it has not been announced
   // The slot whose mark tells the thread that waits for this (see TensorTable), and the value of the bell before.
   std::uint32_t watched_slot = kNoSlot, bell_before = 0;
   // Written by the thread that carries out the schedule, which also completes the work.

@@ -31,8 +31,8 @@ def event(name="s0/1", begin=2000, **changes):
     """An operation that waits for 1 us and takes 2."""
     times = {"submitted": begin, "since": begin, "scheduled": begin + 1000, "completed": begin + 3000}
     how = {"collective": "allreduce", "algorithm": "direct", "dtype": "float32", "op": "sum", "bytes": 12, "on_link": 0}
-    made = {"name": name, "label": f"'{name[3:]}' (key 1)", "failed": False, "round": 1, **how, **times, **changes}
-    return TimelineEvent(**made)
+    made = {"name": name, "label": f"'{name[3:]}' (key 1)", "failed": False, "begins_round": False, **how, **times}
+    return TimelineEvent(**{**made, **changes})
 
 
 def write_part(target, header, *events, lost=0, end=True):
@@ -100,14 +100,15 @@ def test_rounds_begin_with_their_first_submission(tmp_path):
     target = tmp_path / "t"
     part = PartWriter(str(target), header(0, 1, mark=True))
     part.world(0)
-    part.add([event("s0/a", 4000), event("s0/b", 3000), event("s0/a", 9000, round=2)])
+    first, second = event("s0/b", 3000, begins_round=True), event("s0/a", 9000, begins_round=True)
+    part.add([event("s0/a", 4000), first, second])
     part.world(1)
-    part.add([event("s0/a", 20000)])
+    part.add([event("s0/a", 20000, begins_round=True)])
     part.end()
     write_trace(str(target), [part.path])
     assert Trace(target).cycles(0) == [2.0, 8.0, 19.0]
     # Of each round one operation completes after the next round has begun.
-    many = [event(round=i, submitted=10_000 * i - 500 * k) for i in range(1, 300) for k in range(2)]
+    many = [event(begins_round=k == 1, submitted=10_000 * i - 500 * k) for i in range(1, 300) for k in range(2)]
     write_trace(str(target), [write_part(target, header(0, 1, mark=True), *many)])
     assert Trace(target).cycles(0) == [10.0 * i - 1.5 for i in range(1, 300)]
 
@@ -135,12 +136,13 @@ def test_process_sets_have_rows_of_their_own(tmp_path):
     for world, operations in enumerate(worlds):
         part.world(world)
         for begin, process_set in operations:
-            part.add([event("s0/x", begin)], **({} if process_set is None else {"process_set": process_set}))
+            own = {} if process_set is None else {"process_set": process_set}
+            part.add([event("s0/x", begin, begins_round=True)], **own)
     part.end()
     assert Path(part.path).read_text().count('{"set":') == 3
     write_trace(str(tmp_path / "t"), [part.path])
     trace = Trace(tmp_path / "t")
-    assert trace.names(0) == ["x (key 1)", "process set 3: x (key 1)", "cycles", "process set 3: cycles"]
+    assert trace.names(0) == ["x (key 1)", "cycles", "process set 3: x (key 1)", "process set 3: cycles"]
     for name, begins, process_set in (("x (key 1)", [1, 19], None), ("process set 3: x (key 1)", [2, 9, 29, 39], 3)):
         waits, works = trace.row(0, name)[::2], trace.row(0, name)[1::2]
         assert [wait["ts"] for wait in waits] == begins
