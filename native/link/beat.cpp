@@ -32,46 +32,39 @@ void Link::send_beat() {
   }
   const Observed observed = world_.host < kObservers ? observed_[world_.host] : Observed();
   send_all(RecordKind::kBeat, has_failed ? world_.failure.code() : ErrorCode::kOk,
-           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late, behind(late),
-           figures(), observed.compared, observed.by_rank);
+           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late, told(),
+           observed.compared, observed.by_rank);
   sent_left_ = static_cast<std::uint32_t>(left.size());
   has_sent_end_ = has_failed || left.size() == ranks_[world_.host].size();
 }
 
-std::vector<Link::Behind> Link::behind(const std::vector<LateRank>& late) {
-  std::vector<Behind> all;
-  for (int r = 0; r < world_.ranks; ++r) {
-    const int rank = world_.rank(r).rank_of_world;
-    const Doing& doing = world_.member(rank).doing;
-    Behind one{rank, doing.waits.load(std::memory_order_relaxed), {}};  // Relaxed: sent again
-    const auto is_it = [&one](const LateRank& each) { return each.rank == one.rank; };
-    const bool is_late = std::any_of(late.begin(), late.end(), is_it);
-    if (!is_late && one.waits == 0) continue;
-    if (is_late && Liveness::is_stopped(world_, r)) one.waits = kStopped;
-    const std::string text = doing.text.read();
-    text.copy(one.text.data(), one.text.size());
+std::vector<Link::Told> Link::told() {
+  std::vector<Told> all;
+  for (const int rank : ranks_[world_.host]) {
+    const Member& own = world_.member(rank);
+    const Counts& counts = own.counts;
+    // Relaxed, all: sent again.
+    Told one{own.doing.waits.load(std::memory_order_relaxed),
+             counts.operations.load(std::memory_order_relaxed),
+             counts.bytes.load(std::memory_order_relaxed),
+             static_cast<std::uint64_t>(counts.waited.load(std::memory_order_relaxed)),
+             {}};
+    if (Liveness::is_stopped(world_, own.local_rank)) one.waits = kStopped;
+    own.doing.text.read().copy(one.text.data(), one.text.size());
     all.push_back(one);
   }
   return all;
 }
 
-std::vector<Link::Figures> Link::figures() {
-  std::vector<Figures> all;
-  for (const int rank : ranks_[world_.host]) {
-    const Counts& of = world_.member(rank).counts;
-    // Relaxed, all: sent again.
-    all.push_back({of.operations.load(std::memory_order_relaxed), of.bytes.load(std::memory_order_relaxed),
-                   static_cast<std::uint64_t>(of.waited.load(std::memory_order_relaxed))});
-  }
-  return all;
-}
-
-void Link::note_figures(int host, const std::vector<Figures>& figures) {
-  for (std::size_t i = 0; i < figures.size(); ++i) {
-    Counts& of = world_.member(ranks_[host][i]).counts;
-    of.operations.store(figures[i][0], std::memory_order_relaxed);
-    of.bytes.store(figures[i][1], std::memory_order_relaxed);
-    of.waited.store(static_cast<std::int64_t>(figures[i][2]), std::memory_order_relaxed);
+// Relaxed, all: for messages, figures and deadlines, which are looked at again and again.
+void Link::note_told(int host, const std::vector<Told>& told) {
+  for (std::size_t i = 0; i < told.size(); ++i) {
+    Member& of = world_.member(ranks_[host][i]);
+    of.doing.waits.store(static_cast<std::uint32_t>(told[i].waits), std::memory_order_relaxed);
+    of.doing.text.write({told[i].text.data(), strnlen(told[i].text.data(), told[i].text.size())});
+    of.counts.operations.store(told[i].operations, std::memory_order_relaxed);
+    of.counts.bytes.store(told[i].bytes, std::memory_order_relaxed);
+    of.counts.waited.store(static_cast<std::int64_t>(told[i].waited), std::memory_order_relaxed);
   }
 }
 
@@ -90,47 +83,32 @@ void Link::note_observed() {
   }
 }
 
-void Link::note_behind(int host, const std::vector<Behind>& behind) {
-  // Relaxed, all: for messages and deadlines, which are looked at again and again.
-  for (const int rank : ranks_[host]) {
-    const auto is_it = [rank](const Behind& one) { return one.rank == rank; };
-    const auto told = std::find_if(behind.begin(), behind.end(), is_it);
-    Doing& doing = world_.member(rank).doing;
-    doing.waits.store(told == behind.end() ? 0 : told->waits, std::memory_order_relaxed);
-    if (told != behind.end()) doing.text.write({told->text.data(), strnlen(told->text.data(), told->text.size())});
-  }
-}
-
 void Link::on_beat(int host, RecordReader& record) {
   Peer& peer = peers_.at(host);
-  Abort told{ErrorCode::kOk, {}, 0, {}, Patience(kAbort)};
+  Abort abort{ErrorCode::kOk, {}, 0, {}, Patience(kAbort)};
   std::vector<int> left;
   std::vector<LateRank> late;
-  std::vector<Behind> behind;
-  std::vector<Figures> figures;
+  std::vector<Told> told;
   Observed observed;
-  record.get(told.error, told.text, told.arrived, told.n_ready, left, late, behind, figures, observed.compared,
+  record.get(abort.error, abort.text, abort.arrived, abort.n_ready, left, late, told, observed.compared,
              observed.by_rank);
   const auto is_there = [&](int rank) { return rank >= 0 && rank < world_.size && world_.member(rank).host == host; };
-  expect(static_cast<int>(told.error) < kErrorCodes && told.n_ready.size() == n_ready_.size());
-  expect(told.error == ErrorCode::kOk || Status(told.error, "").latches());
+  expect(static_cast<int>(abort.error) < kErrorCodes && abort.n_ready.size() == n_ready_.size());
+  expect(abort.error == ErrorCode::kOk || Status(abort.error, "").latches());
   expect(std::all_of(left.begin(), left.end(), is_there));
   expect(std::all_of(late.begin(), late.end(), [&](const LateRank& one) { return is_there(one.rank); }));
-  expect(std::all_of(behind.begin(), behind.end(), [&](const Behind& one) {
-    return is_there(one.rank) && (one.waits <= kMostWaits || one.waits == kStopped);
-  }));
-  expect(figures.size() == ranks_[host].size());
+  const auto is_chain = [](const Told& one) { return one.waits <= kMostWaits || one.waits == kStopped; };
+  expect(told.size() == ranks_[host].size() && std::all_of(told.begin(), told.end(), is_chain));
   expect(observed.by_rank.size() == (host < kObservers ? static_cast<std::size_t>(world_.size) : 0));
-  note_behind(host, behind);
-  note_figures(host, figures);
+  note_told(host, told);
   if (host < kObservers) observed_[host] = std::move(observed);
   note_observed();
   peer.left = std::move(left);
   peer.late = std::move(late);
   peer.has_left = peer.left.size() == ranks_[host].size();
-  if (told.error == ErrorCode::kOk || peer.has_failed) return;
+  if (abort.error == ErrorCode::kOk || peer.has_failed) return;
   peer.has_failed = true;
-  if (!abort_) abort_ = std::move(told);
+  if (!abort_) abort_ = std::move(abort);
 }
 
 void Link::fail(const std::string& fact) {

@@ -85,15 +85,13 @@ class Link {
     TensorId id;
     int rank;
   };
-  // A rank that is late or waits for others itself, see shm/world.hpp.
-  struct Behind {
-    int rank;
-    std::uint32_t waits;
+  // What a rank does and has done, as its host tells the others, see Doing and Counts.
+  struct Told {
+    std::uint64_t waits, operations, bytes, waited;
     std::array<char, SharedText::kBytes> text;
   };
-  // Figures of ranks, see Counts: of all ranks of a host operations, bytes and waiting time; of all ranks of the world,
-  // as a host has observed it, how often each came last, and the nanoseconds behind the median host.
-  using Figures = std::array<std::uint64_t, 3>;
+  // Of all ranks of the world, as a host has observed it: how often each came last, and the nanoseconds behind the
+  // median host.
   struct Observed {
     std::uint64_t compared = 0;
     std::vector<std::array<std::uint64_t, 2>> by_rank;
@@ -148,12 +146,10 @@ class Link {
   void mark_late(const TensorId& id, const Tensor& tensor);
   void announce_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_since);
   void send_beat();
-  std::vector<Behind> behind(const std::vector<LateRank>& late);
+  std::vector<Told> told();
   void on_beat(int host, RecordReader& record);
-  std::vector<Figures> figures();
-  void note_figures(int host, const std::vector<Figures>& figures);
+  void note_told(int host, const std::vector<Told>& told);
   void note_observed();
-  void note_behind(int host, const std::vector<Behind>& behind);
   void raise_abort();
   bool may_end();
   template <class... T>

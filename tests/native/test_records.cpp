@@ -212,21 +212,18 @@ struct Beat {
     int rank;
   };
   std::vector<Late> late;
-  struct Behind {
-    int rank;
-    std::uint32_t waits;
+  struct Told {
+    std::uint64_t waits, operations, bytes, waited;
     std::array<char, SharedText::kBytes> text;
   };
-  std::vector<Behind> behind;
-  std::vector<std::array<std::uint64_t, 3>> figures{1};
+  std::vector<Told> told{1};
   std::uint64_t compared = 0;
   std::vector<std::array<std::uint64_t, 2>> observed;
 
   explicit Beat(int host = 0) : observed(host < 2 ? kSize : 0) {}
 
   void append_to(std::vector<char>& stream) const {
-    append_record(stream, RecordKind::kBeat, error, text, arrived, n_ready, left, late, behind, figures, compared,
-                  observed);
+    append_record(stream, RecordKind::kBeat, error, text, arrived, n_ready, left, late, told, compared, observed);
   }
 };
 
@@ -483,9 +480,9 @@ const bool refused = testing::add("each record that no host of this version send
       {"another root", order([](Order& one) { one.root = 1; })},
       {"a rank of another host that has left", beat([](Beat& one) { one.left = {1}; })},
       {"a rank of no host that has left", beat([](Beat& one) { one.left = {-1}; })},
-      {"a rank of no host that waits", beat([](Beat& one) { one.behind = {{1 << 30, 1, {}}}; })},
+      {"a wait that is none", beat([](Beat& one) { one.told[0].waits = kMostWaits + 1; })},
       {"a rank of no host that is late", beat([](Beat& one) { one.late = {{id_of("x"), 1 << 30}}; })},
-      {"figures of more ranks than it has", beat([](Beat& one) { one.figures.resize(2); })},
+      {"figures of more ranks than it has", beat([](Beat& one) { one.told.resize(2); })},
       {"figures of no rank", beat([](Beat& one) { one.observed.clear(); })},
       {"a last rank of another host", ready([](Ready& one) { one.last = 1; })},
       {"counts of other hosts", beat([](Beat& one) { one.n_ready.resize(2); })},
@@ -515,7 +512,7 @@ const bool watched = testing::add("a host is lost that is silent, gone, of anoth
   const char* const silent = "host testhost (ranks 1-2) has not been heard of for 0 s";
   const auto left = [](Peer& peer, int host, std::vector<int> ranks) {
     Beat beat(host);
-    if (host == 1) beat.figures.resize(2);
+    if (host == 1) beat.told.resize(2);
     beat.left = std::move(ranks);
     beat.append_to(peer.stream);
   };
