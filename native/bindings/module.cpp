@@ -210,11 +210,14 @@ using mxnet::Step;
 mxnet::Handle handle(Address address) { return reinterpret_cast<mxnet::Handle>(address); }
 
 // Of what depends on the arrays nothing is set.
-Request request_of(const std::string& name, const std::string& label, int priority) {
+Request request_of(const std::string& name, const std::string& label, int priority, double prescale = 1.0,
+                   double postscale = 1.0) {
   Request request;
   request.name = name;
   request.label = label;
   request.priority = priority;
+  request.prescale = prescale;
+  request.postscale = postscale;
   return request;
 }
 
@@ -257,9 +260,7 @@ void bind_mxnet(py::module_& module) {
              double prescale, double postscale, int priority, bool as_half, double weight, std::uint64_t group) {
             const mxnet::StepReduction how{op_of(op), as_half, weight};
             const py::gil_scoped_release release;
-            Request request = request_of(name, label, priority);
-            request.prescale = prescale;
-            request.postscale = postscale;
+            Request request = request_of(name, label, priority, prescale, postscale);
             request.group = group;
             check(adapter.push(std::move(request), cast_all<mxnet::Handle>(inputs), cast_all<mxnet::Handle>(outputs),
                                how));
@@ -273,9 +274,7 @@ void bind_mxnet(py::module_& module) {
              bool as_half, const std::string& op, double prescale, double postscale) {
             const mxnet::StepReduction how{op_of(op), as_half};
             const py::gil_scoped_release release;
-            Request request = request_of(name, label, priority);
-            request.prescale = prescale;
-            request.postscale = postscale;
+            Request request = request_of(name, label, priority, prescale, postscale);
             std::optional<std::size_t> bytes;
             check(adapter.push_in_place(std::move(request), handle(array), how, bytes));
             return bytes;
