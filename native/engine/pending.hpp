@@ -179,8 +179,6 @@ class Pending {
 
   // See Rounds.
   void look(bool is_blocked) { rounds_.look(is_blocked); }
-  // How long this rank has only waited for others, in the rounds that are over.
-  std::chrono::nanoseconds waited_for_others() const { return rounds_.statistics().waited; }
 
   // Records operations from now on. Ends a round.
   void start_timeline(std::size_t capacity);
@@ -222,7 +220,7 @@ class Pending {
   std::unordered_map<std::string, Name> names_;
   std::deque<std::string> known_;  // the names, in the order in which forget_names() looks at them
   Statistics forgotten_;
-  Rounds rounds_;
+  Rounds rounds_{world_.member(world_.rank(rank_).rank_of_world).counts.waited};
   Timeline timeline_;
   FlightRecorder flight_{world_, rank_};
   std::deque<std::string> waiting_for_slot_;

@@ -264,7 +264,7 @@ void Watcher::watch() {
     }
     if (state_.world.has_link()) look_after_link();
     state_.standstills.look();
-    look_at_figures();
+    if (state_.rank == 0 && !state_.world.has_link()) arrivals_.count(Clock::now());
     const bool looks = busy && !state_.world.failure.is_set();
     if (looks) look_after_pending();
     if (!looks) tell({});
@@ -288,18 +288,6 @@ void Watcher::look_after_link() {
                      std::to_string(std::chrono::duration_cast<std::chrono::seconds>(silence).count()) + " s";
   if (Liveness::is_stopped(world, 0)) fact += ": that process is stopped";
   state_.alarm.raise(ErrorCode::kPeerLost, fact);
-}
-
-// For reports of all ranks.
-void Watcher::look_at_figures() {
-  const auto now = Clock::now();
-  if (now - figures_at_ < kIdleTick) return;
-  figures_at_ = now;
-  if (const Lock lock(state_.mutex, std::try_to_lock); lock.owns_lock()) {
-    Counts& counts = state_.world.member(state_.own().rank_of_world).counts;
-    counts.waited.store(state_.pending.waited_for_others().count(), std::memory_order_relaxed);
-  }
-  if (state_.rank == 0 && !state_.world.has_link()) arrivals_.count(now);
 }
 
 void Watcher::look_after_pending() {

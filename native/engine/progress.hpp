@@ -189,7 +189,6 @@ class Watcher {
   void watch();
   void look_after_link();
   void look_after_pending();
-  void look_at_figures();
   void tell(Activity::Wait wait);
 
   EngineState& state_;
@@ -199,7 +198,6 @@ class Watcher {
   std::uint32_t link_steps_ = 0;
   std::optional<Patience> link_patience_;
   Arrivals arrivals_{state_.world};
-  Clock::time_point figures_at_{};
   std::string told_;
   std::atomic<bool> stopping_{false};
   std::thread thread_;

@@ -8,7 +8,8 @@ namespace {
 
 constexpr auto kRelaxed = std::memory_order_relaxed;
 // A record is written a little after the time that it tells; the ranks complete an operation within the second time.
-constexpr std::chrono::milliseconds kWritten{10}, kTogether{1000};
+// Arrivals are counted this often.
+constexpr std::chrono::milliseconds kWritten{10}, kTogether{1000}, kEvery{500};
 
 std::int64_t clock_of(Clock::time_point time) { return std::chrono::nanoseconds(time.time_since_epoch()).count(); }
 
@@ -94,6 +95,8 @@ std::vector<Flight> read_flights(World& world, int rank, std::size_t most) {
 }
 
 void Arrivals::count(Clock::time_point now) {
+  const std::int64_t until = clock_of(now - kWritten);
+  if (until - counted_until_ < std::chrono::nanoseconds(kEvery).count()) return;
   struct Operation {
     std::vector<std::pair<std::int64_t, int>> arrivals;
     std::int64_t completed = 0;
@@ -113,7 +116,6 @@ void Arrivals::count(Clock::time_point now) {
       one.completed = std::max(one.completed, flight->completed);
     }
   }
-  const std::int64_t until = clock_of(now - kWritten);
   for (auto& [key, one] : operations) {
     if (one.arrivals.size() != static_cast<std::size_t>(world_.ranks)) continue;
     if (one.completed <= counted_until_ || one.completed > until) continue;
@@ -125,7 +127,7 @@ void Arrivals::count(Clock::time_point now) {
     add(counts.last, 1);
     counts.behind.store(counts.behind.load(kRelaxed) + last - median, kRelaxed);
   }
-  counted_until_ = std::max(counted_until_, until);
+  counted_until_ = until;
 }
 
 }  // namespace kvstore_hvd

@@ -43,6 +43,7 @@ std::vector<Flight> read_flights(World& world, int rank, std::size_t most = kFli
 class Arrivals {
  public:
   explicit Arrivals(World& world) : world_(world) {}
+  // Does nothing unless half a second is over.
   void count(Clock::time_point now);
 
  private:

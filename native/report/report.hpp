@@ -34,8 +34,6 @@ struct RoundStatistics {
   std::chrono::nanoseconds exposed{0};
   // The part of it in which something was being reduced; the rest was spent waiting for other ranks.
   std::chrono::nanoseconds reducing{0};
-  // The part of that rest, and of waits in the middle of rounds, in which the program waited, too.
-  std::chrono::nanoseconds waited{0};
 };
 
 struct EngineStatistics {
@@ -59,6 +57,8 @@ struct EngineStatistics {
 // One thread at a time. The statistics live until the round of their last submission is over.
 class Rounds {
  public:
+  // `waited`: where it adds the nanoseconds in which the program, too, only waited for other ranks, see Counts.
+  explicit Rounds(std::atomic<std::int64_t>& waited) : waited_(waited) {}
   void submitted(Statistics& statistics, Work& work);
   void completed(Statistics& statistics, const Work& work, Clock::time_point when);
   // The next submission begins another round.
@@ -81,6 +81,7 @@ class Rounds {
   void look_for_wait(Clock::time_point next);
   void add_wait(std::chrono::nanoseconds time);
 
+  std::atomic<std::int64_t>& waited_;
   std::uint32_t round_ = 1;
   bool begun_ = false;         // something was submitted in this round
   std::size_t under_way_ = 0;  // of this round's operations

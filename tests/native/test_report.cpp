@@ -22,7 +22,8 @@ std::int64_t nanoseconds_of(std::uint64_t duration) { return std::chrono::nanose
 std::shared_ptr<const Request> any_request() { return std::make_shared<Request>(); }
 
 const bool exposed = testing::add("what completes after the last submission of a round is exposed", [] {
-  Rounds rounds;
+  std::atomic<std::int64_t> waited{0};
+  Rounds rounds(waited);
   Statistics first, second, third;
   Work a(any_request()), b(any_request()), c(any_request());
   rounds.submitted(first, a);
@@ -48,7 +49,8 @@ const bool exposed = testing::add("what completes after the last submission of a
 const bool waiting =
     testing::add("a wait in the middle of a round counts if the program was blocked and went on at once", [] {
       const auto waited = [](int completed, int scheduled, int next, int blocked = 2) {
-        Rounds rounds;
+        std::atomic<std::int64_t> sum{0};
+        Rounds rounds(sum);
         Statistics first, second;
         Work a(any_request()), b(any_request());
         a.submitted = Time(hours(1));
@@ -61,7 +63,7 @@ const bool waiting =
         rounds.completed(second, b, b.submitted);
         rounds.end(b.submitted + hours(5));
         check_equal(hours_of(rounds.statistics().exposed), 0, "the last one of the round was complete at once");
-        return hours_of(rounds.statistics().waited);
+        return hours_of(std::chrono::nanoseconds(sum));
       };
       check_equal(waited(11, 11, 12), 10, "it went on at once");
       check_equal(waited(11, 11, 14), 0, "it may have computed");
@@ -81,7 +83,8 @@ const bool two_times = testing::add("an operation is queued until its first chun
 });
 
 const bool overlapping = testing::add("an operation that outlasts its round is exposed until the round ends", [] {
-  Rounds rounds;
+  std::atomic<std::int64_t> waited{0};
+  Rounds rounds(waited);
   Statistics slow;
   Work a(any_request()), b(any_request());
   rounds.submitted(slow, a);
