@@ -21,8 +21,7 @@ from kvstore_hvd.errors import message as text_of
 from kvstore_hvd.errors import rank_list
 from kvstore_hvd.horovod.variables import Ranks
 from kvstore_hvd.launch.hosts import Slot, Slots
-from kvstore_hvd.launch.phases import Generation, Worker
-from kvstore_hvd.launch.ranks import rank_order, ranks_of, world_of
+from kvstore_hvd.launch.phases import Generation, Worker, rank_order, ranks_of, world_of
 from kvstore_hvd.launch.state import EXIT_FAILED, NO_CHANGE, Action, End, Kill, Note, Settings, Start, Tell
 
 # Bits of an 'updated' message, as in Horovod's HostUpdateResult.
