@@ -52,7 +52,7 @@ def _choice(*names: str) -> Any:
 
 
 _text = str
-_path = _parser("a path", lambda text: os.path.abspath(text) if text else "")
+_path = _parser("a path", os.path.abspath)
 _OFF_OR_DEFAULT = {"0": "", "default": "default"}
 _path_or_off = _parser(
     "a path, or 0 (off)", lambda text: _OFF_OR_DEFAULT[text] if text in _OFF_OR_DEFAULT else os.path.abspath(text)
