@@ -22,7 +22,7 @@ from kvstore_hvd.base import files
 from kvstore_hvd.errors import LaunchError, message, printable, rank_list, rounded
 from kvstore_hvd.launch.processes import ask
 from kvstore_hvd.native import Counts
-from kvstore_hvd.world.flight import describe_late, part_of, slow_worker
+from kvstore_hvd.world.flight import MOST, describe_late, part_of, slow_worker
 
 # Time between the two looks that rates are taken from.
 _RATES_S = 1.0
@@ -30,8 +30,6 @@ _RATES_S = 1.0
 _STACKS_S, _QUIET_S = 5.0, 0.2
 # Workers and pending operations that are told of one by one.
 _SHOWN = 8
-# Operations of each worker that are told, at most.
-_KNOWN = 1000
 
 
 class Operation(NamedTuple):
@@ -271,7 +269,7 @@ def _running(job: str) -> list[list[Any]]:
     return [list(worlds[key].values()) for key in sorted(worlds)]
 
 
-def _parts(segments: Sequence[Any], most: int = _KNOWN) -> list[dict[str, Any]]:
+def _parts(segments: Sequence[Any], most: int = MOST) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(part_of(segment, most))) for segment in segments]
 
 

@@ -24,9 +24,9 @@ from kvstore_hvd.errors import rounded
 from kvstore_hvd.native import Counts, Snapshot
 from kvstore_hvd.world.topology import Place
 
-# Operations of each worker in a file, and bytes of a host's part: a message of a worker has at most a mebibyte. An
-# operation takes about the last number.
-_MOST, _MOST_BYTES, _ROW_BYTES = 1000, 800_000, 34
+#: Operations of each worker in a file, and bytes of a host's part: a message of a worker has at most a mebibyte. An
+#: operation takes about the last number.
+MOST, _MOST_BYTES, _ROW_BYTES = 1000, 800_000, 34
 _METRICS_S = 5.0  # between two writings
 
 # A slow worker is reported if more than this part of the time by which the last ones came late in at least so many
@@ -51,7 +51,7 @@ _losses = 0  # of worlds, in this process
 # -- The file of a failure -------------------------------------------------------------------------------------------
 
 
-def part_of(segment: native.Segment, most: int = _MOST) -> dict[str, Any]:
+def part_of(segment: native.Segment, most: int = MOST) -> dict[str, Any]:
     """The part of this host in the file of a failure, ready for JSON.
 
     An operation is a row: what it is (an index of ``"kinds"``), its number under its name, its algorithm (an index of
@@ -92,7 +92,7 @@ def note_loss(segment: native.Segment | None, send: Callable[[str], None] | None
     if not path or not segment.claim_failure():
         return
     try:
-        most, text = 2 * min(_MOST, _MOST_BYTES // _ROW_BYTES // segment.size), ""
+        most, text = 2 * min(MOST, _MOST_BYTES // _ROW_BYTES // segment.size), ""
         while not text or (most and len(text) > _MOST_BYTES):
             most //= 2
             part = part_of(segment, most)
@@ -211,7 +211,7 @@ class Observer:
             log.once("metrics", logging.WARNING, "%s cannot be written: %s", path, error.strerror)
 
     def _report(self, segment: native.Segment, now: float) -> None:
-        workers = segment.snapshot(_MOST).workers
+        workers = segment.snapshot(MOST).workers
         elapsed, self._reported_at = now - self._reported_at, now
         before, self._before = self._before, {worker.rank: worker.counts for worker in workers}
         if not before:
@@ -233,9 +233,9 @@ class Observer:
 
     def _log_choices(self, segment: native.Segment) -> None:
         """Tell once for each size of an array which algorithm has carried it out."""
-        for one in segment.snapshot(_MOST).workers[self._topology.rank].operations:
+        for one in segment.snapshot(MOST).workers[self._topology.rank].operations:
             choice = one.collective, one.algorithm, one.bytes
-            if one.algorithm and choice not in self._choices and len(self._choices) < _MOST:
+            if one.algorithm and choice not in self._choices and len(self._choices) < MOST:
                 self._choices.add(choice)
                 text = "%s %s of %d bytes: %s, %s"
                 log.logger.debug(text, one.collective, one.label, one.bytes, one.algorithm, _WHY[one.algorithm])
