@@ -32,13 +32,13 @@ void Link::send_beat() {
   }
   const Observed observed = world_.host < kObservers ? observed_[world_.host] : Observed();
   send_all(RecordKind::kBeat, has_failed ? world_.failure.code() : ErrorCode::kOk,
-           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late, told(),
+           has_failed ? world_.failure.fact() : std::string(), chunks_.arrived(), n_ready_, left, late, told(late),
            observed.compared, observed.by_rank);
   sent_left_ = static_cast<std::uint32_t>(left.size());
   has_sent_end_ = has_failed || left.size() == ranks_[world_.host].size();
 }
 
-std::vector<Link::Told> Link::told() {
+std::vector<Link::Told> Link::told(const std::vector<LateRank>& late) {
   std::vector<Told> all;
   for (const int rank : ranks_[world_.host]) {
     const Member& own = world_.member(rank);
@@ -49,7 +49,9 @@ std::vector<Link::Told> Link::told() {
              counts.bytes.load(std::memory_order_relaxed),
              static_cast<std::uint64_t>(counts.waited.load(std::memory_order_relaxed)),
              {}};
-    if (Liveness::is_stopped(world_, own.local_rank)) one.waits = kStopped;
+    const auto is_it = [rank](const LateRank& each) { return each.rank == rank; };
+    const bool is_late = std::any_of(late.begin(), late.end(), is_it);
+    if (is_late && Liveness::is_stopped(world_, own.local_rank)) one.waits = kStopped;
     own.doing.text.read().copy(one.text.data(), one.text.size());
     all.push_back(one);
   }

@@ -146,7 +146,7 @@ class Link {
   void mark_late(const TensorId& id, const Tensor& tensor);
   void announce_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_since);
   void send_beat();
-  std::vector<Told> told();
+  std::vector<Told> told(const std::vector<LateRank>& late);
   void on_beat(int host, RecordReader& record);
   void note_told(int host, const std::vector<Told>& told);
   void note_observed();
