@@ -8,7 +8,7 @@ pytestmark = [pytest.mark.alike, pytest.mark.timeout(7200)]
 
 USUAL = [Bounds(1, 1), Bounds(2, 0), Bounds(0, 2)]
 # In this order two processes take equally long.
-HISTORIES = [USUAL[1], USUAL[2], Bounds(1, 0), USUAL[0], Bounds(0, 1), Bounds(1, 1, min_np=1, max_np=2)]
+HISTORIES = [USUAL[1], USUAL[2], USUAL[0], Bounds(1, 1, min_np=1, max_np=2)]
 DEEP = [
     *(bounds._replace(cooldown_s=10.0) for bounds in USUAL),
     *(bounds._replace(min_np=1) for bounds in USUAL),
