@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Union, get_type_hints
 
-from kvstore_hvd.base.files import open_alone, replacing
+from kvstore_hvd.base.files import is_being_written, open_alone, replacing
 from kvstore_hvd.errors import rank_list
 from kvstore_hvd.native import TimelineEvent
 
@@ -345,9 +345,12 @@ class _Trace:
 def merge(target: str, begun_ns: int = 0, strange: Collection[str] = ()) -> tuple[str, list[str]]:
     """Make `target` of the parts beside it but for `strange`, of the latest session; returns what it has and the parts.
 
-    Empty where none has been written since `begun_ns`, nanoseconds since 1970. Raises OSError and ValueError.
+    Empty where none has been written since `begun_ns`, nanoseconds since 1970, when a job began that has ended: parts
+    that are being written are of another one. Raises OSError and ValueError.
     """
     found = {path: read_header(path) for path in glob.glob(glob.escape(target) + ".rank-*.part")}
+    if begun_ns:
+        found = {path: header for path, header in found.items() if header is None or not is_being_written(path)}
     headers = {path: header for path, header in found.items() if header is not None and path not in strange}
     # The times of files are of one clock, unlike those of hosts.
     times = {path: os.stat(path).st_mtime_ns if begun_ns else header.unix_ns for path, header in headers.items()}

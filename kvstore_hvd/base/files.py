@@ -43,9 +43,12 @@ def open_alone(path: str) -> FileIO:
 def failure_path(wanted: str, job: str, folder: str) -> str:
     """The path of the file of a job's failure: the setting ``KVHVD_FAILURE_FILE``, by default in a folder."""
     path = os.path.join(folder, f"kvhvd-failure-{job[:16]}.json") if wanted == "default" else wanted
-    with contextlib.suppress(FileNotFoundError):  # the working folder has been deleted
-        path = os.path.abspath(path)
-    return path
+    try:
+        return os.path.abspath(path)
+    except FileNotFoundError:  # the working folder has been deleted
+        import tempfile  # here, for a quick start of the launcher
+
+        return os.path.join(tempfile.gettempdir(), os.path.basename(path))
 
 
 def failure_file(parts: Iterable[str]) -> bytes:
@@ -77,6 +80,16 @@ def replacing(path: str, temporary: str) -> Iterator[BufferedWriter[FileIO]]:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+
+
+def is_being_written(path: str) -> bool:
+    """Whether a process writes this file, as `open_alone` made it."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return isinstance(error, BlockingIOError)  # else there are no locks
+    return False
 
 
 def _remove(path: str) -> None:

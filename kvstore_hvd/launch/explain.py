@@ -220,13 +220,14 @@ def _advice(story: Story) -> str:
     stopped = [rank for rank in late if story.workers[rank].is_stopped]
     if stopped:
         return f"find who stopped the process of {rank_list(stopped)}; `kill -CONT PID` continues it"
-    missing = late.difference(*(one.since for one in waits))
+    missing = late.difference(*(one.since for one in story.pending))
     if first.missing and missing:
         return f"see why {rank_list(missing)} did not come: its line above, or `kvhvdrun stacks` while the job runs"
-    if first.missing:
+    silent = [rank for rank, worker in story.workers.items() if worker.operations is None]
+    if silent:
+        return f"see the workers of silent hosts ({rank_list(silent)}); under mpirun explain their files with this one"
+    if first.missing and not late.difference(*(one.since for one in waits)):
         return "have all workers submit the same operations, and those that they wait for in the same order"
-    if any(worker.operations is None for worker in story.workers.values()):
-        return "explain it together with the files of the other hosts"
     return "see `kvhvdrun stacks` while the job runs: all workers have submitted it, and one stays inside"
 
 
@@ -280,26 +281,28 @@ def status(segments: Sequence[Any]) -> str:
     story = tell(_parts(segments))
     elapsed, olds = story.now - before.now, before.counts
     since = {rank: Counts(*map(operator.sub, news, olds[rank])) for rank, news in story.counts.items()}
+    pending = [] if story.failure else story.pending  # the waits of a lost world are over
     rows = [("rank", "operations/s", "MiB/s", "waited", "came last", "")]
     for rank, worker in story.workers.items():
         counts = since[rank]
         late = f"{counts.last / counts.compared:.0%}" if counts.compared else "-"
         rates = f"{counts.operations / elapsed:.0f}", f"{counts.bytes / elapsed / (1 << 20):.1f}"
         # What some have completed is over on the others in a moment.
-        own = next((one for one in story.pending if rank in one.since and not one.over), None)
+        own = next((one for one in pending if rank in one.since and not one.over), None)
         doing = ["is stopped"] if worker.is_stopped else []
         if rank in story.patient:
             doing.append("has no input left")
         elif own is not None:
             whom = rank_list(own.missing) if own.missing else "the others"
             doing.append(f"waits in {own.text} for {whom}, {own.since[rank]:.1f} s")
-        doing += [worker.doing] if worker.doing else []
+        doing += [worker.doing] if worker.doing and not story.failure else []
         # Of a wait under way nothing is counted.
         waited = f"{min(1.0, counts.waited_ns / 1e9 / elapsed):.0%}" if counts.operations else "-"
         rows.append((worker.name.removeprefix("rank "), *rates, waited, late, "; ".join(doing)))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]] for row in rows)
-    return _text([story.about, *("  ".join(row).rstrip() for row in cells), *_slow(story, since, elapsed)])
+    lost = f"; the world is lost: {story.failure[1].partition(chr(10))[0]}" if story.failure else ""
+    return _text([story.about + lost, *("  ".join(row).rstrip() for row in cells), *_slow(story, since, elapsed)])
 
 
 def stacks(segments: Sequence[Any]) -> str:

@@ -113,6 +113,8 @@ def note_loss(segment: native.Segment | None, send: Callable[[str], None] | None
 
 def _told_before(path: str, part: Mapping[str, Any]) -> list[str]:
     """The parts in a file that are of the same world: of a process set, which was lost first."""
+    if not os.path.isfile(path):  # such as a pipe, from which nothing comes
+        return []
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         with open(path, encoding="utf-8") as file:
             parts = json.load(file)["parts"]

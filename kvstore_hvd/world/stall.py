@@ -173,11 +173,14 @@ class StallInspector:
 
     def _ranks(self, ranks: Collection[int], hint: str = "") -> list[str]:
         """A line for each rank, with the state of its process if that explains the delay, else the hint."""
-        lines = []
+        lines, segment = [], self._engine.segment
+        told = [] if segment is None else segment.snapshot(0).workers
         for rank in sorted(ranks)[:_SHOWN_RANKS]:
             pid, text = self._engine.process(rank)  # no process of another host, or of a rank that never joined
             why = _STATES.get(_state(self._engine, rank), "" if rank == self._topology.rank else hint)
             is_known = pid or self._topology.hosts[rank] != self._topology.host
+            if not pid and is_known and told and told[rank].is_stopped:  # as its host says
+                pid, why = told[rank].pid, _STATES["T"]
             lines.append(f"{text}: {why.format(pid=pid)}" if why and is_known else text)
         if len(ranks) > _SHOWN_RANKS:
             lines.append(f"... and {len(ranks) - _SHOWN_RANKS} more")

@@ -28,7 +28,10 @@ void Link::send_beat() {
   }
   std::vector<LateRank> late;
   for (const Missed& one : table_.missed(256, false).value_or(std::vector<Missed>())) {
-    for (const int r : table_.late(one.slot)) late.push_back({id_of(one.name), world_.rank(r).rank_of_world});
+    const TensorId id = id_of(one.name);
+    for (const int r : table_.late(one.slot)) late.push_back({id, world_.rank(r).rank_of_world});
+    const auto known = tensors_.find(id);
+    mark_late(id, one.slot, known == tensors_.end() ? nullptr : &known->second);
   }
   const Observed observed = world_.host < kObservers ? observed_[world_.host] : Observed();
   send_all(RecordKind::kBeat, has_failed ? world_.failure.code() : ErrorCode::kOk,
@@ -177,7 +180,7 @@ void Link::look(Clock::time_point now) {
     if (tensor.slot == kNoSlot) {
       if (!tensor.is_early && (asks || is_old)) announce_early(tensor, waits_since);
     } else if (is_due) {
-      if (is_old) mark_late(id, tensor);
+      if (is_old) mark_late(id, tensor.slot, &tensor);
       check_left(tensor);
     }
   }
@@ -232,12 +235,12 @@ void Link::check_left(const Tensor& tensor) {
 }
 
 // Marks the ranks elsewhere that have not announced the operation; all of a host, unless its last BEAT says which.
-void Link::mark_late(const TensorId& id, const Tensor& tensor) {
-  std::atomic<std::uint64_t>* const bits = world_.late(tensor.slot);
+void Link::mark_late(const TensorId& id, std::uint32_t slot, const Tensor* tensor) {
+  std::atomic<std::uint64_t>* const bits = world_.late(slot);
   // Relaxed, all: for messages; written by the link only.
   for (std::uint64_t i = 0; i < world_.layout.late_words; ++i) bits[i].store(0, std::memory_order_relaxed);
   for (const auto& [host, peer] : peers_) {
-    if (!tensor.by_host[host].empty()) continue;
+    if (tensor != nullptr && !tensor->by_host[host].empty()) continue;
     std::vector<int> late;
     for (const LateRank& one : peer.late) {
       if (one.id == id) late.push_back(one.rank);

@@ -143,7 +143,8 @@ class Link {
   void look(Clock::time_point now);
   void check_peers();
   void check_left(const Tensor& tensor);
-  void mark_late(const TensorId& id, const Tensor& tensor);
+  // `tensor`: nullptr if no host has announced the operation.
+  void mark_late(const TensorId& id, std::uint32_t slot, const Tensor* tensor);
   void announce_early(Tensor& tensor, const std::vector<std::uint64_t>& waits_since);
   void send_beat();
   std::vector<Told> told(const std::vector<LateRank>& late);

@@ -111,7 +111,10 @@ void Rounds::add_wait(std::chrono::nanoseconds time) {
     const auto looks = static_cast<double>(looks_);
     blocked_part_ += (static_cast<double>(blocked_) - blocked_part_ * looks) / static_cast<double>(counted_);
   }
-  const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(time * blocked_part_).count();
+  unjudged_ += time;
+  if (counted_ == 0) return;
+  const auto all = std::exchange(unjudged_, std::chrono::nanoseconds(0));
+  const auto waited = std::chrono::duration_cast<std::chrono::nanoseconds>(all * blocked_part_).count();
   waited_.store(waited_.load(std::memory_order_relaxed) + waited, std::memory_order_relaxed);  // a figure
 }
 

@@ -90,6 +90,7 @@ class Rounds {
   // The part of blocked ones among the last kMostLooks looks that counted, and how many of those there have been.
   double blocked_part_ = 0;
   std::size_t counted_ = 0;
+  std::chrono::nanoseconds unjudged_{0};  // waits before the first look that counts, which judges them
   RoundStatistics statistics_;
   Clock::time_point last_submission_;
   Clock::time_point before_, ended_;  // of the round before: its last submission, its end

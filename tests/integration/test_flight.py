@@ -294,6 +294,27 @@ kvstore_hvd.allreduce(np.ones(3), 'x')
     assert not file.exists()
 
 
+def test_a_file_that_is_a_pipe_holds_nobody_up(start, tmp_path):
+    """It cannot be read, to keep what it has of the same world."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    program = """
+import numpy as np
+import kvstore_hvd
+kvstore_hvd.init()
+if rank == 1: time.sleep(2)
+try:
+    kvstore_hvd.allreduce(np.ones(3), 'x')
+except kvstore_hvd.HorovodInternalError:
+    pass
+kvstore_hvd.reset()
+report(total=kvstore_hvd.allreduce(np.ones(3), 'y').tolist())
+"""
+    job = start("-np 2", program, KVHVD_FAILURE_FILE=str(pipe), KVHVD_TIMEOUT="1").end()
+    assert [one["total"] for one in job.reports()] == [[2.0] * 3] * 2
+    assert job.err.count("the file of the failure cannot be written") == 1
+
+
 def test_files_replace_no_device_and_are_complete(tmp_path):
     pipe, small = tmp_path / "pipe", tmp_path / "small"
     os.mkfifo(pipe)

@@ -72,6 +72,24 @@ const bool waiting =
       check_equal(waited(11, 11, 12, 1), 5, "one look of two found it blocked");
     });
 
+const bool early_waits = testing::add("waits before the first look are judged by it", [] {
+  for (const bool is_blocked : {true, false}) {
+    std::atomic<std::int64_t> sum{0};
+    Rounds rounds(sum);
+    Statistics statistics;
+    for (int round = 0; round < 3; ++round) {
+      check_equal(hours_of(std::chrono::nanoseconds(sum)), round < 2 ? 0 : 2 * is_blocked, "so far");
+      Work work(any_request());
+      work.submitted = Time(hours(10 * round));
+      rounds.submitted(statistics, work);
+      if (round > 0) rounds.look(is_blocked);
+      work.scheduled = work.submitted + hours(1);
+      rounds.completed(statistics, work, work.scheduled);
+      rounds.end(work.scheduled);
+    }
+  }
+});
+
 const bool two_times = testing::add("an operation is queued until its first chunk, and then it is reduced", [] {
   Work work(any_request());
   work.submitted = Time(hours(1));

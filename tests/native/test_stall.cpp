@@ -89,6 +89,26 @@ const bool late_rank = testing::add("who waits names the late ranks, and a late 
   });
 });
 
+const bool late_on_both_hosts = testing::add("ranks of all hosts are late, though no host is complete", [] {
+  std::atomic<int> seen{0};
+  with_hosts({{0, 1}, {2, 3}}, [&](Engine& engine, int rank) {
+    check(barrier(engine).ok(), "all have joined");
+    auto values = values_of(rank, 100);
+    if (rank == 1 || rank == 2) check(until([&] { return seen.load() == 2; }), "they come late");
+    const auto work = engine.submit(allreduce("x", values));
+    if (rank == 0 || rank == 3) {
+      check(until([&] {
+              missed_names(engine);  // asks
+              const auto all = waiting(engine);
+              return all.size() == 1 && all[0].blamed.ranks == std::vector<int>{1, 2};
+            }),
+            "both are named on both hosts");
+      seen.fetch_add(1);
+    }
+    check(engine.wait(*work).ok(), work->status().text());
+  });
+});
+
 void do_more_afterwards(const Placement& placement, int rounds) {
   with_hosts(placement, [&](Engine& engine, int rank) {
     for (int round = 0; round < rounds; ++round) {

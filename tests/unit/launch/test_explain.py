@@ -131,6 +131,10 @@ SAYS = {
         [part({**SETS[0], 3: [waits("glob")]}, stopped=[3]), part(SETS[1], 2, LOST, stopped=[3])],
         ["submitted by ranks 0-1, 3, not by rank 2", "find who stopped the process of rank 3;"],
     ),
+    "who did not come waits for a host that has told nothing": (
+        [part({0: [waits("x")], 1: [], 2: None}, hosts=2), part({1: [waits("own")], 2: None}, set_number=1, hosts=2)],
+        ["rank 2 (h, pid 3) is on a host that has told nothing.", "see the workers of silent hosts (rank 2)"],
+    ),
     "a stopped worker that nobody waits for": (
         [part({0: [waits("x")], 1: [], 2: [waits("x")]}, stopped=[2])],
         ["rank 2 (h, pid 3) was stopped.", "see why rank 1 did not come"],
@@ -238,6 +242,14 @@ def test_a_status_names_a_worker_that_is_slow_now(monkeypatch, is_slow):
 )
 def test_a_status_tells_who_waits(monkeypatch, workers, expected):
     """Not for a moment in which some have completed an operation and others will."""
-    text = table(monkeypatch, part(workers), part(workers, time=1e9 + 1))
+    text = table(monkeypatch, part(workers, failure=None), part(workers, failure=None, time=1e9 + 1))
     assert re.findall(r"(?m) ((?:waits in|has no input).*)$", text) == expected, text
     assert len(text.splitlines()) == 2 + len(workers)
+
+
+def test_a_status_of_a_lost_world_tells_no_waits(monkeypatch):
+    workers = {0: [waits("x")], 1: []}
+    text = table(monkeypatch, part(workers), part(workers, time=1e9 + 1, doing="at a.py:3"))
+    assert text.splitlines()[0].endswith("; the world is lost: rank 0 waited 9 s")
+    assert "waits" not in text
+    assert "a.py" not in text

@@ -6,6 +6,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -289,7 +290,7 @@ def test_a_deleted_folder_has_jobs(monkeypatch, tmp_path):
     (tmp_path / "folder").mkdir()
     monkeypatch.chdir(tmp_path / "folder")
     (tmp_path / "folder").rmdir()
-    assert files.failure_path("default", "job", "") == "kvhvd-failure-job.json"
+    assert files.failure_path("default", "job", "") == f"{tempfile.gettempdir()}/kvhvd-failure-job.json"
 
 
 def test_the_timeline_is_a_full_path(monkeypatch, tmp_path):

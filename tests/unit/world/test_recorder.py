@@ -240,6 +240,14 @@ def test_a_job_has_written_what_the_launcher_merges(tmp_path):
     assert text.splitlines()[1:] == ["missing: rank 1 of 2", f"left out, no part of this timeline: {old}"]
 
 
+def test_the_launcher_leaves_alone_what_another_job_writes(tmp_path):
+    target = str(tmp_path / "t.json")
+    part = PartWriter(target, header(0))
+    assert merge(target, 1) == ("", [])
+    part.end()
+    assert merge(target, 1)[1] == [part.path]
+
+
 @pytest.mark.parametrize("fault", [TypeError("of a fault of ours"), OSError("full"), KeyboardInterrupt()])
 def test_a_timeline_that_cannot_be_merged_fails_no_job(monkeypatch, fault):
     monkeypatch.setattr(driver, "config", lambda: Mock(timeline="t"))

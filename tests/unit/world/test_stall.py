@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest.mock import Mock
 
 import pytest
 
@@ -28,7 +29,7 @@ class World(FakeConnection):
 
     def __init__(self):
         super().__init__(FakeAdapter())
-        self.answer, self.late_for, self.pids = [], [], {}
+        self.answer, self.late_for, self.pids, self.segment = [], [], {}, None
 
     def waiting(self, age_s):
         return self.answer if self.answer is None else [one for one in self.answer if one.age_s >= age_s]
@@ -107,6 +108,11 @@ def test_the_report_names_operations_ranks_and_processes(stage):
         "  rank 1 (node, pid 0): see its own report",
         "  rank 3 (node, pid 0)",
     ]
+    shot = Mock(workers=[Mock(pid=rank, is_stopped=rank == 1) for rank in range(4)])
+    here.world.segment = Mock(snapshot=lambda most: shot)
+    here.world.answer = [waiting(0, 121)]
+    (text,) = here.look(60)
+    assert "  rank 1 (node, pid 0): its process is stopped; `kill -CONT 1` continues it" in text.splitlines()
     here.world.answer = [waiting(0, 62, (1, 2))]  # another one is late, too
     assert [len(here.look(now)) for now in (1, 2)] == [1, 0]
     large = stage(size=12)
