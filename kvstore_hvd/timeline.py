@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Union, get_type_hints
 
-from kvstore_hvd.base.files import is_being_written, open_alone, replacing
+from kvstore_hvd.base.files import open_alone, replacing
 from kvstore_hvd.errors import rank_list
 from kvstore_hvd.native import TimelineEvent
 
@@ -94,7 +94,7 @@ def stop_timeline() -> None:
 class Header:
     """The writer of a part, with two clocks of one moment."""
 
-    session: str  # equal for all parts of one timeline
+    session: str  # equal for all parts of one timeline; begins with the name of the job
     rank: int
     size: int
     host: str
@@ -142,7 +142,7 @@ class PartWriter:
 
     def end(self) -> None:
         """Write the last line, and close the part."""
-        self._write(f'{{"end":"{self._session}"}}\n')
+        self._write(_JSON.encode({"end": self._session}) + "\n")
         self._close()
 
     def discard(self) -> None:
@@ -163,7 +163,7 @@ class PartWriter:
 
 def has_ended(path: str, session: str) -> bool:
     """Whether this file is a complete part of the session."""
-    line = f'{{"end":"{session}"}}\n'.encode()
+    line = f"{_JSON.encode({'end': session})}\n".encode()
     try:
         with open(path, "rb") as file:
             file.seek(0, os.SEEK_END)
@@ -342,26 +342,22 @@ class _Trace:
 # -- python -m kvstore_hvd.timeline ------------------------------------------------------------------------------------
 
 
-def merge(target: str, begun_ns: int = 0, strange: Collection[str] = ()) -> tuple[str, list[str]]:
+def merge(target: str, job: str = "", strange: Collection[str] = ()) -> tuple[str, list[str]]:
     """Make `target` of the parts beside it but for `strange`, of the latest session; returns what it has and the parts.
 
-    Empty where none has been written since `begun_ns`, nanoseconds since 1970, when a job began that has ended: parts
-    that are being written are of another one. Raises OSError and ValueError.
+    Empty where there is none; `job`: none of this job. Raises OSError and ValueError.
     """
     found = {path: read_header(path) for path in glob.glob(glob.escape(target) + ".rank-*.part")}
-    if begun_ns:
-        found = {path: header for path, header in found.items() if header is None or not is_being_written(path)}
     headers = {path: header for path, header in found.items() if header is not None and path not in strange}
-    # The times of files are of one clock, unlike those of hosts.
-    times = {path: os.stat(path).st_mtime_ns if begun_ns else header.unix_ns for path, header in headers.items()}
-    latest = max(times, key=lambda path: times[path], default="")
-    if not latest or times[latest] < begun_ns:
+    headers = {path: header for path, header in headers.items() if header.session.startswith(job)}
+    if not headers:
         return "", []
+    latest = max(headers, key=lambda path: headers[path].unix_ns)
     own = {path: header for path, header in headers.items() if header.session == headers[latest].session}
     try:
         summary = write_trace(target, sorted(own, key=lambda path: (own[path].generation, own[path].rank)))
     except StrangePartError as error:
-        return merge(target, begun_ns, {*strange, error.args[0]})
+        return merge(target, job, {*strange, error.args[0]})
     lines = [f"{target}: {summary.operations} operations of {rank_list(summary.ranks)}"]
     size = max(own.values(), key=lambda header: header.generation).size
     missing = set(range(size)) - set(summary.ranks)

@@ -82,16 +82,6 @@ def replacing(path: str, temporary: str) -> Iterator[BufferedWriter[FileIO]]:
             raise
 
 
-def is_being_written(path: str) -> bool:
-    """Whether a process writes this file, as `open_alone` made it."""
-    with open(path, "rb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            return isinstance(error, BlockingIOError)  # else there are no locks
-    return False
-
-
 def _remove(path: str) -> None:
     """Remove the file of a killed process; raises BlockingIOError if the process runs."""
     with contextlib.suppress(FileNotFoundError):

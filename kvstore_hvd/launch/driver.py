@@ -71,7 +71,6 @@ class Driver:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._settings = plan.settings
-        self._begun_ns = time.time_ns()
         self._secret = os.urandom(32).hex()  # with which workers authenticate each other
         self._poller = Poller()
         self._output = Output(self._poller, plan.options, plan.settings.max_np)
@@ -484,7 +483,7 @@ class Driver:
         if before is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)  # a long timeline takes minutes
         try:
-            text, parts = timeline.merge(os.path.abspath(path), self._begun_ns)
+            text, parts = timeline.merge(os.path.abspath(path), self._plan.settings.job)
             for part in parts:
                 os.unlink(part)
         except Exception as error:  # noqa: BLE001 - the exit code of the job counts

@@ -301,7 +301,8 @@ def status(segments: Sequence[Any]) -> str:
         rows.append((worker.name.removeprefix("rank "), *rates, waited, late, "; ".join(doing)))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     cells = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:5], widths[1:]), row[5]] for row in rows)
-    lost = f"; the world is lost: {story.failure[1].partition(chr(10))[0]}" if story.failure else ""
+    fact = story.failure[1].partition("\n  ")[0] if story.failure else ""
+    lost = f"; the world is lost: {fact}" if fact else ""
     return _text([story.about + lost, *("  ".join(row).rstrip() for row in cells), *_slow(story, since, elapsed)])
 
 

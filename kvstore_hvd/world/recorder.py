@@ -51,7 +51,8 @@ class Recorder:
     def start(self, file_path: Any, mark_cycles: bool, engine: native.Engine | None, topology: Place) -> None:
         """Begin to record; collective. It succeeds on all workers, or fails on all and leaves no file."""
         target, fault = _absolute(file_path)
-        wish = {"target": target, "fault": fault, "mark": bool(mark_cycles), "session": secrets.token_hex(8)}
+        session = f"{config().job}-{secrets.token_hex(8)}"
+        wish = {"target": target, "fault": fault, "mark": bool(mark_cycles), "session": session}
         agreed = json.loads(exchange(engine, topology, "timeline/start", json.dumps(wish, ensure_ascii=False))[0])
         target = agreed["target"]
         ahead_ns, error_ns = clock_ahead(engine, topology, "timeline/clock")

@@ -302,15 +302,15 @@ def test_a_file_that_is_a_pipe_holds_nobody_up(start, tmp_path):
 import numpy as np
 import kvstore_hvd
 kvstore_hvd.init()
-if rank == 1: time.sleep(2)
+if rank == 1: wait_for('go')
 try:
     kvstore_hvd.allreduce(np.ones(3), 'x')
 except kvstore_hvd.HorovodInternalError:
-    pass
+    say('lost\\n')
 kvstore_hvd.reset()
 report(total=kvstore_hvd.allreduce(np.ones(3), 'y').tolist())
 """
-    job = start("-np 2", program, KVHVD_FAILURE_FILE=str(pipe), KVHVD_TIMEOUT="1").end()
+    job = start("-np 2", program, KVHVD_FAILURE_FILE=str(pipe), KVHVD_TIMEOUT="1").until_printed("lost").go().end()
     assert [one["total"] for one in job.reports()] == [[2.0] * 3] * 2
     assert job.err.count("the file of the failure cannot be written") == 1
 
